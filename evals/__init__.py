@@ -1,0 +1,1 @@
+"""Paired accuracy evaluation of two servers, over HTTP only."""

@@ -1,0 +1,1 @@
+"""The embedded task and model: generated word problems, never GSM8K."""

@@ -1,0 +1,1 @@
+"""Quantisers and dequantisers, one module per number format."""

@@ -1,0 +1,1 @@
+"""Kernel variants; each module is imported only when its variant is asked for."""

@@ -1,0 +1,1 @@
+"""OpenAI-style completions service that runs one MoE kernel variant."""
