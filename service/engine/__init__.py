@@ -1,1 +1,1 @@
-"""Continuous batching over a paged KV cache."""
+"""Continuous batching over a paged KV cache: requests in, step events out."""

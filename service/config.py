@@ -1,0 +1,43 @@
+"""Engine settings, checked once when they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_kernels.errors import MoeParityError
+
+
+class ConfigError(MoeParityError):
+    """A setting is out of range; the message names it and the allowed values."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes that bound memory and latency.
+
+    `max_model_len` tokens (prompt + generated) a sequence may hold; None takes the model's `max_position_embeddings`,
+    cut to what the KV cache holds. `kv_block` tokens a block; `kv_blocks` blocks in all (None: enough for `max_seqs`
+    sequences of average length, see `LoadedSizes`). `max_batch_tokens` tokens forwarded in one step; a longer prompt is
+    prefilled in chunks. `max_seqs` sequences running at once. `max_waiting` requests queued before QueueFull.
+    `max_logprobs` bounds `logprobs` and `prompt_logprobs`.
+    """
+
+    max_model_len: int | None = None
+    kv_block: int = 16
+    kv_blocks: int | None = None
+    max_batch_tokens: int = 512
+    max_seqs: int = 64
+    max_waiting: int = 4096
+    max_logprobs: int = 100
+    prefix_cache: bool = False
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "kv_block", "kv_blocks", "max_batch_tokens", "max_seqs", "max_waiting"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.max_logprobs < 0:
+            raise ConfigError(f"max_logprobs must be at least 0, got {self.max_logprobs}")
+        if self.prefix_cache:
+            raise ConfigError("prefix_cache is not available: evaluation runs never share computed prefixes")
