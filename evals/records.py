@@ -1,4 +1,4 @@
-"""Frozen records handed from the run side (client, journal) to the judging side (pairing, verdict, report)."""
+"""Frozen records the run side (client, journal) hands to the judging side (pairing, verdict, report)."""
 
 from __future__ import annotations
 
