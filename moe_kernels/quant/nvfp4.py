@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_kernels.errors import QuantizationError
 from moe_kernels.quant.blocks import require_finite, require_float, slices
-from moe_kernels.quant.fp8 import E4M3, E4M3_MAX
+from moe_kernels.quant.fp8 import E4M3, E4M3_MAX, decode_e4m3
 from moe_kernels.records import NVFP4_GROUP
 
 E2M1_MAX = 6.0
@@ -62,7 +62,7 @@ def quantize(
         values = rows[part].to(torch.float32).unflatten(-1, (-1, NVFP4_GROUP))
         amax = values.abs().amax(-1)
         scale[part] = amax.div_(E2M1_MAX).div_(row_scale_2[part]).clamp_(max=E4M3_MAX)
-        step = scale[part].to(torch.float32).mul_(row_scale_2[part])
+        step = decode_e4m3(scale[part]).mul_(row_scale_2[part])
         step.masked_fill_(step == 0, torch.inf)  # x / inf = 0
         code = encode_e2m1(values / step.unsqueeze(-1)).flatten(-2)
         packed[part] = code[:, 0::2] | (code[:, 1::2] << 4)
@@ -89,7 +89,7 @@ def dequantize(
     for part in slices(rows.shape[0], columns, packed.device):
         values = torch.nn.functional.embedding(rows[part].to(torch.int32), pairs).flatten(-2)
         groups = values.unflatten(-1, (-1, NVFP4_GROUP))
-        groups.mul_(row_scale[part].to(torch.float32).unsqueeze(-1)).mul_(row_scale_2[part].unsqueeze(-1))
+        groups.mul_(decode_e4m3(row_scale[part]).unsqueeze(-1)).mul_(row_scale_2[part].unsqueeze(-1))
         out[part] = values
     return out.view(*packed.shape[:-1], columns)
 
