@@ -59,13 +59,14 @@ def quantize(
     packed = torch.empty(rows.shape[0], columns // 2, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows.shape[0], columns // NVFP4_GROUP, dtype=E4M3, device=x.device)
     for part in slices(rows.shape[0], columns, x.device):
-        values = rows[part].to(torch.float32).unflatten(-1, (-1, NVFP4_GROUP))
-        amax = values.abs().amax(-1)
+        values = rows[part].to(torch.float32)
+        amax = torch.nn.functional.max_pool1d(values.abs(), NVFP4_GROUP)  # a CPU's amax(-1) is slow for 16
         scale[part] = amax.div_(E2M1_MAX).div_(row_scale_2[part]).clamp_(max=E4M3_MAX)
         step = decode_e4m3(scale[part]).mul_(row_scale_2[part])
         step.masked_fill_(step == 0, torch.inf)  # x / inf = 0
-        code = encode_e2m1(values / step.unsqueeze(-1)).flatten(-2)
-        packed[part] = code[:, 0::2] | (code[:, 1::2] << 4)
+        code = encode_e2m1(values.unflatten(-1, (-1, NVFP4_GROUP)) / step.unsqueeze(-1))
+        code = code.flatten(-2).view(torch.int16)  # little-endian pairs
+        packed[part] = (code | (code >> 4)).to(torch.uint8)
     return packed.view(*x.shape[:-1], columns // 2), scale.view(*x.shape[:-1], columns // NVFP4_GROUP)
 
 
@@ -95,7 +96,7 @@ def dequantize(
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """uint8 codes of the nearest E2M1 numbers: ties to the even code, saturating; NaN has no code, becomes 6.
+    """uint8 codes of the E2M1 numbers nearest to FP32 x: ties to the even code, saturating; NaN becomes 6.
 
     The spacing is 1/2 up to 2, 1 up to 4 and 2 above: the code is the least of three half-to-even roundings.
     """
@@ -103,7 +104,8 @@ def encode_e2m1(x: Tensor) -> Tensor:
     code = (magnitude * 2).round_()
     torch.minimum(code, magnitude.round().add_(2), out=code)
     torch.minimum(code, magnitude.mul_(0.5).round_().add_(4), out=code)
-    return code.to(torch.uint8) | (torch.signbit(x).to(torch.uint8) << 3)
+    sign = (x.view(torch.int32) >> 28).bitwise_and_(8)
+    return code.to(torch.uint8).bitwise_or_(sign.to(torch.uint8))
 
 
 def _pairs(device: torch.device) -> Tensor:
