@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class ExpertWeights:
     | format | w13 | w2 | w13_scale | w2_scale |
     |---|---|---|---|---|
     | bf16 | bf16 [E, 2I, H] | bf16 [E, H, I] | None | None |
-    | fp8 | e4m3 [E, 2I, H] | e4m3 [E, H, I] | fp32 [E, 2*ceil(I/128), ceil(H/128)] | fp32 [E, ceil(H/128), ceil(I/128)] |
+    | fp8 | e4m3 [E, 2I, H] | e4m3 [E, H, I] | fp32 [E, 2 ⌈I/128⌉, ⌈H/128⌉] | fp32 [E, ⌈H/128⌉, ⌈I/128⌉] |
     | nvfp4 | u8 [E, 2I, H/2] | u8 [E, H, I/2] | e4m3 [E, 2I, H/16] | e4m3 [E, H, I/16] |
 
     FP8 scales multiply (despite the checkpoint name `weight_scale_inv`); gate and up have their own block
@@ -98,5 +98,5 @@ class ExpertWeights:
 
     def to(self, device: torch.device | str) -> ExpertWeights:
         """The same record with every tensor on `device` (dtypes are never changed)."""
-        moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in vars(self).items()}
-        return ExpertWeights(**moved)
+        moved: dict[str, Any] = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return replace(self, **moved)

@@ -18,6 +18,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "bias": ("fp32", "bf16"),
     "scales": ("direct", "copied"),
     "routing": ("outside", "inside"),
+    "layout": ("majork", "blockmajork"),  # as SGLang and as vLLM prepare block-FP8 weights
 }
 
 
@@ -93,8 +94,12 @@ class MoELayer(ABC):
         self.bias = bias  # FP32 [E] e_score_correction_bias, or None for softmax routers
         self.spec = spec
         self.shape = MoEShape(
-            record.hidden_size, record.intermediate_size, record.num_experts, config.top_k,
-            config.n_group, config.topk_group,
+            record.hidden_size,
+            record.intermediate_size,
+            record.num_experts,
+            config.top_k,
+            config.n_group,
+            config.topk_group,
         )
 
     @classmethod
@@ -200,17 +205,87 @@ def _option(*keys: str) -> dict[str, tuple[str, ...]]:
 
 def _builtin() -> None:
     ref, emu = "moe_kernels.variants.reference:ReferenceLayer", "moe_kernels.variants.emulated"
-    register(VariantInfo("bf16/reference", "bf16", "bf16", ref, "weights in BF16, matrix products in the model's dtype",
-                         options=_option("bias")))
-    register(VariantInfo("fp8/reference", "fp8", "none", ref, "dequantised weights, FP32 maths, activations not quantised: the oracle",
-                         options=_option("bias")))
-    register(VariantInfo("fp8/emulated", "fp8", "fp8 1x128", f"{emu}:Fp8EmulatedLayer",
-                         "numerics of the DeepSeek-FP8 TRT-LLM path on any device", options=_option("bias", "scales")))
-    register(VariantInfo("nvfp4/reference", "nvfp4", "none", ref, "dequantised weights, FP32 maths: the oracle",
-                         options=_option("bias")))
-    register(VariantInfo("nvfp4/emulated", "nvfp4", "nvfp4 1x16", f"{emu}:NvFp4EmulatedLayer",
-                         "numerics of the NVFP4 TRT-LLM path on any device", options=_option("bias"),
-                         hidden_multiple=16, intermediate_multiple=16))
+    register(
+        VariantInfo(
+            "bf16/reference",
+            "bf16",
+            "bf16",
+            ref,
+            "weights in BF16, matrix products in the model's dtype",
+            options=_option("bias"),
+        )
+    )
+    register(
+        VariantInfo(
+            "fp8/reference",
+            "fp8",
+            "none",
+            ref,
+            "dequantised weights, FP32 maths, activations not quantised: the oracle",
+            options=_option("bias"),
+        )
+    )
+    register(
+        VariantInfo(
+            "fp8/emulated",
+            "fp8",
+            "fp8 1x128",
+            f"{emu}:Fp8EmulatedLayer",
+            "numerics of the DeepSeek-FP8 TRT-LLM path on any device",
+            options=_option("bias", "scales"),
+        )
+    )
+    register(
+        VariantInfo(
+            "nvfp4/reference",
+            "nvfp4",
+            "none",
+            ref,
+            "dequantised weights, FP32 maths: the oracle",
+            options=_option("bias"),
+        )
+    )
+    register(
+        VariantInfo(
+            "nvfp4/emulated",
+            "nvfp4",
+            "nvfp4 1x16",
+            f"{emu}:NvFp4EmulatedLayer",
+            "numerics of the NVFP4 TRT-LLM path on any device",
+            options=_option("bias"),
+            hidden_multiple=16,
+            intermediate_multiple=16,
+        )
+    )
+    trt = "moe_kernels.variants.trtllm.layers"
+    register(
+        VariantInfo(
+            "fp8/trtllm",
+            "fp8",
+            "fp8 1x128",
+            f"{trt}:Fp8TrtllmLayer",
+            "trtllm_fp8_block_scale_moe through FlashInfer",
+            min_sm=100,
+            max_sm=103,
+            options=_option("bias", "scales", "routing", "layout"),
+            hidden_multiple=128,
+            intermediate_multiple=128,
+        )
+    )
+    register(
+        VariantInfo(
+            "nvfp4/trtllm",
+            "nvfp4",
+            "nvfp4 1x16",
+            f"{trt}:Fp4TrtllmLayer",
+            "trtllm_fp4_block_scale_moe through FlashInfer",
+            min_sm=100,
+            max_sm=103,
+            options=_option("bias", "routing"),
+            hidden_multiple=16,
+            intermediate_multiple=16,
+        )
+    )
 
 
 _builtin()
