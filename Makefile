@@ -18,7 +18,7 @@ endef
 
 .PHONY: demo test check format bench test-slow test-docker gpu-check docs clean
 demo: .venv/.run
-	@$(BIN)/python -m benchmarks.demo --model "$(MODEL)" $(if $(DATA),--data "$(DATA)") $(if $(LIMIT),--limit $(LIMIT))
+	@$(BIN)/python -m evals.demo --model "$(MODEL)" $(if $(DATA),--data "$(DATA)") $(if $(LIMIT),--limit $(LIMIT))
 
 test: check
 	$(BIN)/python -m pytest

@@ -1,0 +1,53 @@
+"""The main job in one command: the kernel path before SGLang #28555 against the path after it, on items that can tell."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+BEFORE = "fp8/emulated:bias=bf16,scales=copied"
+AFTER = "fp8/emulated"
+WHY = f"""\
+Compared: {BEFORE}   (the path before SGLang #28555)
+against:  {AFTER}                             (the path after it)
+
+The change removed a cast of the router's correction bias to BF16 and a copy of the activation scales.
+GLM-5.2's bias lies near 7, where BF16 steps by 1/32, so the cast chose other experts for most tokens;
+accuracy alone could not see it. Watch what each layer below says.
+"""
+
+
+def arguments(model: str, data: str | None, limit: int | None) -> list[str]:
+    """The `evals run` command line for a model: the generated task for `mini`, else JSONL items in GSM8K's format."""
+    task, extra = "gsm8k-mini", []
+    if model != "mini":
+        task = "gsm8k"
+        source = Path(data) if data else Path(model).resolve().parents[1] / "data" / "mini-heldout.jsonl"
+        if not source.exists():
+            raise SystemExit(f"{source} does not exist; say which items to ask: make demo MODEL={model} DATA=items.jsonl")
+        extra = ["--data", str(source)]
+        # One file of items holds no training split to take shots from; a folder with train.jsonl does.
+        extra += ["--shots", "5" if source.is_dir() else "0"]
+        limit = limit or 200
+    command = ["run", task, "--model", model, "--baseline", BEFORE, "--candidate", AFTER, *extra]
+    return command + (["--limit", str(limit)] if limit else [])
+
+
+def main() -> int:
+    """Print what is compared and why, then run it; the exit code is the verdict's."""
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser.add_argument("--model", default="mini", help="mini (the embedded model) or a checkpoint folder")
+    parser.add_argument("--data", help="JSONL items, or a folder with train.jsonl and test.jsonl")
+    parser.add_argument("--limit", type=int)
+    options = parser.parse_args()
+    command = arguments(options.model, options.data, options.limit)
+    print(WHY)
+    print("$ evals " + " ".join(command) + "\n", flush=True)
+    from evals.cli import main as evals_main
+
+    return evals_main(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
