@@ -19,6 +19,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "scales": ("direct", "copied"),
     "routing": ("outside", "inside"),
     "layout": ("majork", "blockmajork"),  # as SGLang and as vLLM prepare block-FP8 weights
+    "act": ("bf16", "nvfp4"),  # activations in BF16, or rounded as an NVFP4 kernel would
 }
 
 
@@ -255,6 +256,33 @@ def _builtin() -> None:
             options=_option("bias"),
             hidden_multiple=16,
             intermediate_multiple=16,
+        )
+    )
+    tri = "moe_kernels.variants.triton"
+    register(
+        VariantInfo(
+            "fp8/triton",
+            "fp8",
+            "fp8 1x128",
+            f"{tri}_fp8:Fp8TritonLayer",
+            "our own kernels with the same numerics, Hopper first",
+            min_sm=89,
+            options=_option("bias", "scales"),
+            hidden_multiple=128,
+            intermediate_multiple=128,
+        )
+    )
+    register(
+        VariantInfo(
+            "nvfp4/triton",
+            "nvfp4",
+            "bf16",
+            f"{tri}_nvfp4:NvFp4TritonLayer",
+            "NVFP4 weights dequantised in the kernel, for GPUs before Blackwell",
+            min_sm=80,
+            options=_option("bias", "act"),
+            hidden_multiple=128,
+            intermediate_multiple=128,
         )
     )
     trt = "moe_kernels.variants.trtllm.layers"
