@@ -1,0 +1,218 @@
+"""Launches the FP8 kernels of one layer, a method per stage, without a host synchronisation anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from moe_kernels.records import MoEShape, Routing, RoutingConfig
+from moe_kernels.variants.triton.combine import combine_kernel
+from moe_kernels.variants.triton.config import GemmConfig
+from moe_kernels.variants.triton.gemm import gemm1_kernel, gemm2_kernel
+from moe_kernels.variants.triton.quant import quantise_kernel
+from moe_kernels.variants.triton.route import route_quantise_kernel
+from moe_kernels.variants.triton.sort import count_kernel, scatter_kernel
+from moe_kernels.variants.triton.tiles import max_tiles
+
+
+@dataclass(frozen=True)
+class Order:
+    """Pairs sorted by expert: `slots` int32 [T * k] (slot = token * k + j), `tiles` int32 [max_tiles, 4]."""
+
+    slots: Tensor
+    tiles: Tensor
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Launch sizes of the routing kernels for a model shape and a token count."""
+
+    tokens: int
+    experts: int
+    top_k: int
+
+    @property
+    def padded(self) -> int:
+        """Experts rounded up to a power of two."""
+        return max(16, triton.next_power_of_2(self.experts))
+
+    @property
+    def chunk(self) -> int:
+        """Tokens one program routes; its [chunk, experts] scores stay in registers."""
+        return min(32 if self.padded <= 128 else 16, triton.next_power_of_2(self.tokens))
+
+    @property
+    def chunks(self) -> int:
+        """Programs that route."""
+        return triton.cdiv(self.tokens, self.chunk)
+
+    @property
+    def warps(self) -> int:
+        """Warps of a routing program."""
+        return 4 if self.chunk * self.padded <= 1024 else 8
+
+
+def quant_block(tokens: int) -> int:
+    """Tokens a quantising program covers: neighbouring scales are then stored together."""
+    return min(32, triton.next_power_of_2(tokens))
+
+
+def _empty(like: Tensor, *size: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=like.device)
+
+
+def route_sort_quantise(
+    logits: Tensor, bias: Tensor | None, hidden: Tensor | None, config: RoutingConfig, block_m: int,
+    *, column_major: bool = True, sort: bool = True,
+) -> tuple[Routing, Order | None, Tensor | None, Tensor | None]:
+    """Routing, order and (where `hidden` is given) x_q E4M3 [T, H] with scales [H/128, T] or [T, H/128].
+
+    One launch for up to 32 tokens (16 with more than 128 experts), two above.
+    """
+    tokens = logits.shape[0]
+    sizes = Sizes(tokens, config.num_experts, config.top_k)
+    pairs, experts, k = tokens * config.top_k, config.num_experts, config.top_k
+    ids64 = _empty(logits, tokens, k, dtype=torch.int64)
+    weights = _empty(logits, tokens, k, dtype=torch.float32)
+    slots = _empty(logits, pairs, dtype=torch.int32)
+    tiles = _empty(logits, max_tiles(pairs, experts, block_m), 4, dtype=torch.int32)
+    single = sizes.chunks == 1
+    ids = ranks = histogram = slots
+    if not single:
+        ids, ranks = (_empty(logits, pairs, dtype=torch.int32) for _ in range(2))
+        histogram = _empty(logits, sizes.chunks, experts, dtype=torch.int32)
+    x_q = x_scale = None
+    quant_programs, block_q, width = 0, 1, 128
+    if hidden is not None:
+        width = hidden.shape[1]
+        x_q, x_scale = quantised_like(hidden, column_major)
+        block_q = quant_block(tokens)
+        quant_programs = triton.cdiv(tokens, block_q) * (width // 128)
+    route_quantise_kernel[(sizes.chunks + quant_programs,)](
+        logits, bias if bias is not None else weights, hidden if hidden is not None else weights,
+        ids64, ids, weights, ranks, histogram, slots, tiles,
+        x_q if x_q is not None else weights, x_scale if x_scale is not None else weights,
+        tokens, config.routed_scaling_factor, sizes.chunks,
+        H=width, E=experts, E_PAD=sizes.padded, K=k, BT=sizes.chunk, HAS_BIAS=bias is not None,
+        NORM=config.norm_topk_prob, SINGLE=single, BLOCK_M=block_m, COLUMN_MAJOR=column_major,
+        MODE="none" if hidden is None else "fp8", BQ=block_q, num_warps=sizes.warps,
+    )
+    routing = Routing(ids64, weights)
+    if not sort:
+        return routing, None, x_q, x_scale
+    if not single:
+        _scatter(ids, ranks, histogram, slots, tiles, sizes, block_m)
+    return routing, Order(slots, tiles), x_q, x_scale
+
+
+def sort_by_expert(ids: Tensor, experts: int, block_m: int) -> Order:
+    """The order of pairs for ids int64 [T, k] made elsewhere; ids within a row must differ."""
+    tokens, k = ids.shape
+    sizes, pairs = Sizes(tokens, experts, k), tokens * k
+    slots = _empty(ids, pairs, dtype=torch.int32)
+    tiles = _empty(ids, max_tiles(pairs, experts, block_m), 4, dtype=torch.int32)
+    single = sizes.chunks == 1
+    ids32 = ranks = histogram = slots
+    if not single:
+        ids32, ranks = (_empty(ids, pairs, dtype=torch.int32) for _ in range(2))
+        histogram = _empty(ids, sizes.chunks, experts, dtype=torch.int32)
+    count_kernel[(sizes.chunks,)](
+        ids, ids32, ranks, histogram, slots, tiles, tokens,
+        E=experts, E_PAD=sizes.padded, K=k, BT=sizes.chunk, SINGLE=single, BLOCK_M=block_m, num_warps=sizes.warps,
+    )
+    if not single:
+        _scatter(ids32, ranks, histogram, slots, tiles, sizes, block_m)
+    return Order(slots, tiles)
+
+
+def _scatter(
+    ids: Tensor, ranks: Tensor, histogram: Tensor, slots: Tensor, tiles: Tensor, sizes: Sizes, block_m: int
+) -> None:
+    base = _empty(ids, sizes.chunks, sizes.padded, dtype=torch.int32)
+    scatter_kernel[(sizes.chunks,)](
+        ids, ranks, histogram, base, slots, tiles, sizes.tokens, sizes.chunks,
+        E=sizes.experts, E_PAD=sizes.padded, K=sizes.top_k, BT=sizes.chunk, BC=max(1, 4096 // sizes.padded),
+        BP=triton.next_power_of_2(sizes.chunk * sizes.top_k), BLOCK_M=block_m, num_warps=4,
+    )
+
+
+def quantised_like(hidden: Tensor, column_major: bool) -> tuple[Tensor, Tensor]:
+    """Uninitialised outputs of the quantiser for hidden [T, H]."""
+    tokens, width = hidden.shape
+    groups = width // 128
+    x_q = _empty(hidden, tokens, width, dtype=torch.float8_e4m3fn)
+    size = (groups, tokens) if column_major else (tokens, groups)
+    return x_q, _empty(hidden, *size, dtype=torch.float32)
+
+
+def quantise_hidden(hidden: Tensor, *, column_major: bool = True) -> tuple[Tensor, Tensor]:
+    """x_q E4M3 [T, H] and scales FP32, [H/128, T] column-major or [T, H/128] row-major."""
+    tokens, width = hidden.shape
+    x_q, x_scale = quantised_like(hidden, column_major)
+    block = quant_block(tokens)
+    quantise_kernel[(triton.cdiv(tokens, block) * (width // 128),)](
+        hidden, x_q, x_scale, tokens, H=width, BQ=block, COLUMN_MAJOR=column_major, num_warps=4
+    )
+    return x_q, x_scale
+
+
+@dataclass(frozen=True)
+class Fp8Weights:
+    """Weights of one layer as the kernels read them; descriptors are made once per tile height."""
+
+    w13: Tensor  # E4M3 [E, 2I, H], [gate; up]
+    w13_scale: Tensor  # FP32 [E, 2I/128, H/128]
+    w2: Tensor  # E4M3 [E, H, I]
+    w2_scale: Tensor  # FP32 [E, H/128, I/128]
+    shape: MoEShape
+    tma: bool
+    limit: float = 0.0
+
+    def operand(self, weight: Tensor, rows: int) -> object:
+        """The tensor itself, or a TMA descriptor of [rows, 128] tiles over its [E * N, K] view."""
+        if not self.tma:
+            return weight
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor.from_tensor(weight.view(-1, weight.shape[-1]), [rows, 128])
+
+
+def gemm1(w: Fp8Weights, x_q: Tensor, x_scale: Tensor, order: Order, config: GemmConfig) -> tuple[Tensor, Tensor]:
+    """h_q E4M3 [pairs, I] in sorted order and h_scale FP32 [I/128, pairs]."""
+    pairs, width = order.slots.numel(), w.shape.intermediate_size
+    h_q = _empty(x_q, pairs, width, dtype=torch.float8_e4m3fn)
+    h_scale = _empty(x_q, width // 128, pairs, dtype=torch.float32)
+    gemm1_kernel[(order.tiles.shape[0] * (width // 128),)](
+        x_q, x_scale, w.operand(w.w13, 128), w.w13_scale, h_q, h_scale, order.slots, order.tiles,
+        x_q.shape[0], pairs, H=w.shape.hidden_size, I=width, TOP_K=w.shape.top_k, BLOCK_M=config.block_m,
+        SWAP=config.swap, TMA=w.tma, STAGES=config.stages1, LIMIT=w.limit,
+        num_warps=config.warps1, num_stages=config.stages1,
+    )
+    return h_q, h_scale
+
+
+def gemm2(
+    w: Fp8Weights, h_q: Tensor, h_scale: Tensor, order: Order, config: GemmConfig, dtype: torch.dtype
+) -> Tensor:
+    """y `dtype` [T * k, H]: the experts' outputs in slot order, not yet weighted."""
+    pairs, width = order.slots.numel(), w.shape.hidden_size
+    y = _empty(h_q, pairs, width, dtype=dtype)
+    gemm2_kernel[(order.tiles.shape[0] * (width // config.block_n),)](
+        h_q, h_scale, w.operand(w.w2, config.block_n), w.w2_scale, y, order.slots, order.tiles, pairs,
+        H=width, I=w.shape.intermediate_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        SWAP=config.swap, TMA=w.tma, STAGES=config.stages2, num_warps=config.warps2, num_stages=config.stages2,
+    )
+    return y
+
+
+def combine(y: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """out `dtype` [T, H] = FP32 sum over j of weights[t, j] y[t, j], j in rising order."""
+    tokens, k = weights.shape
+    width = y.shape[1]
+    out = _empty(y, tokens, width, dtype=dtype)
+    block = min(1024, triton.next_power_of_2(width))
+    combine_kernel[(tokens * triton.cdiv(width, block),)](y, weights, out, H=width, K=k, BLOCK=block, num_warps=4)
+    return out
