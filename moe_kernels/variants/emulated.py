@@ -1,0 +1,209 @@
+"""Emulated variants: the numerics of the quantised kernels, step by step in torch on any device."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_kernels.errors import VariantError
+from moe_kernels.quant import fp8, nvfp4
+from moe_kernels.records import ExpertWeights, Routing, RoutingConfig
+from moe_kernels.registry import VariantSpec
+from moe_kernels.variants.grouped import Dispatch, Matrix, combine, dispatch, grouped_linear
+from moe_kernels.variants.reference import TorchLayer, swiglu
+from moe_kernels.variants.weights import expert_matrices, stack, unscaled_nvfp4
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Quantised activations of M rows and K columns.
+
+    FP8: `q` E4M3 [M, K], `scale` FP32 [ceil(K/128), M] dense, as the TRT-LLM kernel reads it.
+    NVFP4: `q` uint8 [M, K/2], `scale` E4M3 [M, K/16], `scale_2` FP32, 0-d or [M, 1].
+    """
+
+    q: Tensor
+    scale: Tensor
+    scale_2: Tensor | None = None
+
+
+class EmulatedLayer(TorchLayer):
+    """route, quantize_input, gemm1, activation, quantize_intermediate, gemm2, combine, in this order.
+
+    Each is a method of its own so that fault injection can override one. Rows are sorted by expert between
+    gemm1 and gemm2 (`Dispatch`); all of it is FP32 and deterministic, and on a CPU a token's result does not
+    depend on the rest of the batch. Not emulated: routing weights stored as BF16, and expert outputs rounded
+    to BF16 before they are combined.
+    """
+
+    def __init__(
+        self, record: ExpertWeights, config: RoutingConfig, bias: Tensor | None, spec: VariantSpec
+    ) -> None:
+        super().__init__(record, config, bias, spec)
+        if record.format != spec.format:
+            raise VariantError(f"variant '{spec}' needs {spec.format} expert weights, these are {record.format}")
+        self._w13 = self._keep(partial(self.matrix, record, which="w13"))
+        self._w2 = self._keep(partial(self.matrix, record, which="w2"))
+
+    def _keep(self, matrix: Matrix) -> Tensor | Matrix:
+        kept = stack(matrix, self.shape.num_experts, torch.float32, self)
+        return matrix if kept is None else kept
+
+    def experts(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """[T, H] in and out, output in hidden.dtype."""
+        if not hidden.shape[0]:
+            return torch.zeros_like(hidden)
+        plan = dispatch(routing, self.shape.num_experts)
+        gate_up = self.gemm1(self.quantize_input(hidden), plan)
+        intermediate = self.quantize_intermediate(self.activation(gate_up), plan)
+        return self.combine(self.gemm2(intermediate, plan), routing, plan).to(hidden.dtype)
+
+    def matrix(self, record: ExpertWeights, expert: int, which: str) -> Tensor:
+        """FP32 [N, K] that the products use for one expert; `which` is "w13" or "w2"."""
+        return expert_matrices(record, expert, which)
+
+    @abstractmethod
+    def quantize_input(self, hidden: Tensor) -> Quantized:
+        """Quantise hidden [T, H], once per token whatever experts it goes to."""
+
+    @abstractmethod
+    def gemm1(self, x: Quantized, plan: Dispatch) -> Tensor:
+        """FP32 [R, 2I] = [gate; up] of the sorted rows, from the T quantised tokens."""
+
+    def activation(self, gate_up: Tensor) -> Tensor:
+        """FP32 [R, I] SwiGLU with the record's `swiglu_limit`."""
+        return swiglu(gate_up, self.swiglu_limit)
+
+    @abstractmethod
+    def quantize_intermediate(self, intermediate: Tensor, plan: Dispatch) -> Quantized:
+        """Quantise FP32 [R, I] as the kernel does between its two products."""
+
+    @abstractmethod
+    def gemm2(self, intermediate: Quantized, plan: Dispatch) -> Tensor:
+        """FP32 [R, H] expert outputs, before weighting."""
+
+    def combine(self, rows: Tensor, routing: Routing, plan: Dispatch) -> Tensor:
+        """FP32 [T, H]: sum over slots of weight * row, in slot order."""
+        return combine(rows, routing, plan)
+
+
+class Fp8EmulatedLayer(EmulatedLayer):
+    """`fp8/emulated`: activations 1x128, weights 128x128, E4M3 with FP32 scales (DeepSeek-V3's scheme).
+
+    A kernel computes, per block b of 128 columns, (sum_k qx qw) * sx_b * sw_b, and adds blocks up in FP32.
+    Here the scales are multiplied into both operands first and one FP32 product runs over all columns. The
+    two are equal in real arithmetic; each rounds qx*sx and qw*sw (here) or the partial sums (there) to 24
+    bits, so they differ as two FP32 summation orders do (about 1e-6 of the largest term), four orders of
+    magnitude below E4M3's own step of 2^-3. tests/parity holds both against a per-block FP64 emulation.
+
+    `scales=direct`: the quantiser writes the input scales column-major, whose transpose is dense.
+    `scales=copied`: row-major scales, then `.t().contiguous()`: the copy SGLang #28555 removed. Same bits.
+
+    `gemm1_output`: "fp32" keeps gate and up in FP32 until the activation, as the Triton kernels (BF16) nearly
+    do. TRT-LLM's own DeepSeek-FP8 path stores them as E4M3 with a scale per 1x128 (its batched GEMM writes
+    E4M3 and a separate kernel does the SwiGLU); set "fp8" in a subclass to emulate that too.
+    """
+
+    gemm1_output = "fp32"
+
+    def quantize_input(self, hidden: Tensor) -> Quantized:
+        """E4M3 and scales [H/128, T], by the route that `scales=` names."""
+        if self.spec.option("scales") == "copied":
+            q, scale = fp8.quantize_activations(hidden, layout="row")
+            return Quantized(q, scale.t().contiguous())
+        q, scale = fp8.quantize_activations(hidden, layout="column")
+        return Quantized(q, scale.t())
+
+    def gemm1(self, x: Quantized, plan: Dispatch) -> Tensor:
+        """Dequantised tokens, gathered to their experts, times w13."""
+        tokens = fp8.dequantize_activations(x.q, x.scale.t())
+        gate_up = grouped_linear(tokens[plan.token], plan, self._w13)
+        if self.gemm1_output == "fp8":
+            gate_up = torch.cat([_through_fp8(half) for half in gate_up.chunk(2, dim=-1)], dim=-1)
+        return gate_up
+
+    def quantize_intermediate(self, intermediate: Tensor, plan: Dispatch) -> Quantized:
+        """E4M3, 1x128 again."""
+        q, scale = fp8.quantize_activations(intermediate, layout="column")
+        return Quantized(q, scale.t())
+
+    def gemm2(self, intermediate: Quantized, plan: Dispatch) -> Tensor:
+        """Dequantised intermediate times w2."""
+        return grouped_linear(
+            fp8.dequantize_activations(intermediate.q, intermediate.scale.t()), plan, self._w2)
+
+
+def _through_fp8(x: Tensor) -> Tensor:
+    return fp8.dequantize_activations(*fp8.quantize_activations(x))
+
+
+class NvFp4EmulatedLayer(EmulatedLayer):
+    """`nvfp4/emulated`: activations and weights E2M1 with an E4M3 scale per 16 columns and FP32 scalars.
+
+    Input scalar: the checkpoint's `input_scale`, one per layer, the largest over experts and halves for w13
+    and over experts for w2 (models.md §2 rule 5, as vLLM does for the TRT-LLM kernel). Where the checkpoint
+    has none, each token gets amax / (6 * 448) of its own (FlashInfer's per-token activation scale), because
+    one scalar for the whole batch would make a token's result depend on its neighbours.
+
+    The products run over e2m1 * block scale, exact in FP32; the scalars multiply the sums: gate and up each
+    by input_scale * their own weight_scale_2 (the kernel's two output scalars), w2 by its one.
+    """
+
+    def __init__(
+        self, record: ExpertWeights, config: RoutingConfig, bias: Tensor | None, spec: VariantSpec
+    ) -> None:
+        super().__init__(record, config, bias, spec)
+        if record.w13_scale_2 is None or record.w2_scale_2 is None:
+            raise VariantError(f"variant '{spec}' needs weight_scale_2 of every expert")
+        self.w13_scale_2 = record.w13_scale_2.float()  # [E, 2]: gate, up
+        self.w2_scale_2 = record.w2_scale_2.float()  # [E]
+        self.input_scale = _largest(record.w13_input_scale)
+        self.intermediate_scale = _largest(record.w2_input_scale)
+
+    def matrix(self, record: ExpertWeights, expert: int, which: str) -> Tensor:
+        """e2m1 * block scale, without scale_2."""
+        return unscaled_nvfp4(record, expert, which)
+
+    def quantize_input(self, hidden: Tensor) -> Quantized:
+        """Packed E2M1 and E4M3 scales under the layer's input scale."""
+        return _quantize_nvfp4(hidden, self.input_scale)
+
+    def gemm1(self, x: Quantized, plan: Dispatch) -> Tensor:
+        """Exact products, then the two scalars of each row's expert."""
+        sums = grouped_linear(_unscaled(x)[plan.token], plan, self._w13)
+        alpha = _rows(x.scale_2, plan.token) * self.w13_scale_2[plan.expert]  # [R, 2]
+        return (sums.unflatten(-1, (2, -1)) * alpha.unsqueeze(-1)).flatten(-2)
+
+    def quantize_intermediate(self, intermediate: Tensor, plan: Dispatch) -> Quantized:
+        """E2M1 again, under w2's input scale."""
+        return _quantize_nvfp4(intermediate, self.intermediate_scale)
+
+    def gemm2(self, intermediate: Quantized, plan: Dispatch) -> Tensor:
+        """Exact products, then the scalar of each row's expert."""
+        sums = grouped_linear(_unscaled(intermediate), plan, self._w2)
+        return sums * (_rows(intermediate.scale_2) * self.w2_scale_2[plan.expert].unsqueeze(-1))
+
+
+def _largest(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.float().amax()
+
+
+def _quantize_nvfp4(x: Tensor, scale_2: Tensor | None) -> Quantized:
+    if scale_2 is None:
+        scale_2 = nvfp4.scale_from_amax(x.float().abs().amax(-1, keepdim=True))
+    return Quantized(*nvfp4.quantize(x, scale_2, check_finite=False), scale_2)
+
+
+def _unscaled(x: Quantized) -> Tensor:
+    """FP32 e2m1 * block scale, exact."""
+    return nvfp4.dequantize(x.q, x.scale, torch.ones((), device=x.q.device))
+
+
+def _rows(scale_2: Tensor | None, index: Tensor | None = None) -> Tensor:
+    """The activation scalar as something that broadcasts over rows, [M, 1] or 0-d."""
+    assert scale_2 is not None
+    return scale_2 if scale_2.ndim == 0 or index is None else scale_2[index]
