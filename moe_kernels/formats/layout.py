@@ -1,0 +1,188 @@
+"""Matches a checkpoint's tensors with what its config implies: nothing missing, extra, mis-shaped or mis-typed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_kernels.errors import CheckpointError, FormatError
+from moe_kernels.formats.architectures import PROJECTIONS, Architecture
+from moe_kernels.formats.files import TensorInfo
+from moe_kernels.formats.markers import QuantScheme
+from moe_kernels.quant.blocks import ceil_div
+from moe_kernels.records import FP8_BLOCK, NVFP4_GROUP, WeightFormat
+
+FLOATS = ("BF16", "F16", "F32")
+_IGNORED = re.compile(r"\.(k_scale|v_scale|q_scale|prob_output_scale|rotary_emb\.inv_freq)$")
+
+
+@dataclass(frozen=True)
+class StoredModule:
+    """A weight and its scales: `bf16` has only `weight`, in any float dtype.
+
+    `fp8`: weight E4M3 [N, K], weight_scale_inv F32 [ceil(N/128), ceil(K/128)]. `nvfp4`: weight U8 [N, K/2],
+    weight_scale E4M3 [N, K/16], weight_scale_2 F32 scalar, optionally input_scale F32 scalar.
+    """
+
+    name: str
+    format: WeightFormat
+    shape: tuple[int, ...]  # logical [N, K]
+    parts: Mapping[str, TensorInfo]
+
+
+@dataclass
+class Layout:
+    """Every tensor of a checkpoint in its place."""
+
+    modules: dict[str, StoredModule] = field(default_factory=dict)  # by tensor name; everything but routed experts
+    experts: dict[int, list[dict[str, StoredModule]]] = field(default_factory=dict)  # [layer][expert][projection]
+    format: WeightFormat = "bf16"  # of the routed experts
+    mtp: list[TensorInfo] = field(default_factory=list)
+    ignored: list[TensorInfo] = field(default_factory=list)
+
+
+def match(
+    tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], architecture: Architecture, scheme: QuantScheme
+) -> Layout:
+    """Sort `tensors` into a Layout or raise CheckpointError/FormatError naming the first that does not fit."""
+    layout, rest = Layout(), dict(tensors)
+    mtp = {str(i) for i in architecture.mtp_layers(config)}
+    for name in tensors:
+        parts = name.split(".", 3)
+        if parts[:2] == ["model", "layers"] and parts[2] in mtp:
+            layout.mtp.append(rest.pop(name))
+        elif _IGNORED.search(name):
+            layout.ignored.append(rest.pop(name))
+    matcher = _Matcher(rest, scheme)
+    for name, shape, row in architecture.expected(config):
+        if row.optional and name not in rest:
+            continue
+        layout.modules[name] = matcher.linear(name, shape) if row.kind == "linear" else matcher.plain(name, shape)
+    shapes = architecture.expert_shapes(config)
+    count = architecture.routing(config).num_experts
+    template = architecture.expert + ".weight"
+    for layer in architecture.moe_layers(config):
+        layout.experts[layer] = [
+            {p: matcher.linear(template.format(layer=layer, expert=e, projection=p), shapes[p]) for p in PROJECTIONS}
+            for e in range(count)
+        ]
+    if rest:
+        raise CheckpointError(_extra(min(rest), rest, config, architecture))
+    layout.format = _expert_format(layout, scheme)
+    return layout
+
+
+class _Matcher:
+    """Takes expected tensors out of what is there."""
+
+    def __init__(self, rest: dict[str, TensorInfo], scheme: QuantScheme) -> None:
+        self.rest = rest
+        self.scheme = scheme
+
+    def take(self, name: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> TensorInfo:
+        info = self.rest.pop(name, None)
+        if info is None:
+            raise CheckpointError(f"tensor '{name}' is missing; copy or download the checkpoint again")
+        if info.dtype not in dtypes:
+            raise CheckpointError(f"tensor '{name}' is {info.dtype}, expected {' or '.join(dtypes)} ({info.file.name})")
+        if info.shape not in shapes:
+            raise CheckpointError(
+                f"tensor '{name}' has shape {list(info.shape)}, config.json implies {list(shapes[0])}: "
+                "the weights and config.json do not belong together"
+            )
+        return info
+
+    def plain(self, name: str, shape: tuple[int, ...]) -> StoredModule:
+        return StoredModule(name, "bf16", shape, {"weight": self.take(name, FLOATS, shape)})
+
+    def linear(self, name: str, shape: tuple[int, ...]) -> StoredModule:
+        """A weight in whichever format it is stored in."""
+        stored = self.rest.get(name)
+        dtype = stored.dtype if stored else "missing"
+        if dtype not in ("F8_E4M3", "U8"):
+            return StoredModule(name, "bf16", shape, {"weight": self.take(name, FLOATS, shape)})
+        fmt: WeightFormat = "fp8" if dtype == "F8_E4M3" else "nvfp4"
+        module = name.removesuffix(".weight")
+        if self.scheme.format != fmt:
+            raise CheckpointError(
+                f"tensor '{name}' is {dtype} but the config declares {self.scheme.label}: the quantisation config "
+                "and the weights do not belong together"
+            )
+        if self.scheme.excludes(module):
+            raise CheckpointError(
+                f"tensor '{name}' is quantised ({dtype}) but the config excludes its module: correct the "
+                "exclusion list, engines would load it wrongly"
+            )
+        rows, columns = shape
+        parts: dict[str, TensorInfo] = {}
+        if fmt == "fp8":
+            blocks = (ceil_div(rows, FP8_BLOCK), ceil_div(columns, FP8_BLOCK))
+            parts["weight"] = self.take(name, ("F8_E4M3",), shape)
+            parts["weight_scale_inv"] = self.take(f"{name}_scale_inv", ("F32",), blocks)
+        else:
+            if columns % NVFP4_GROUP:
+                raise CheckpointError(f"tensor '{name}': NVFP4 needs K % {NVFP4_GROUP} == 0, config implies {columns}")
+            parts["weight"] = self.take(name, ("U8",), (rows, columns // 2))
+            parts["weight_scale"] = self.take(f"{name}_scale", ("F8_E4M3",), (rows, columns // NVFP4_GROUP))
+            parts["weight_scale_2"] = self.take(f"{name}_scale_2", ("F32",), (), (1,))
+            if f"{module}.input_scale" in self.rest:
+                parts["input_scale"] = self.take(f"{module}.input_scale", ("F32",), (), (1,))
+        return StoredModule(name, fmt, shape, parts)
+
+
+def expert_modules(layout: Layout) -> Iterator[StoredModule]:
+    """All projections of all routed experts."""
+    for layer in layout.experts.values():
+        for expert in layer:
+            yield from expert.values()
+
+
+def _expert_format(layout: Layout, scheme: QuantScheme) -> WeightFormat:
+    """The one format of all routed experts."""
+    first = next(expert_modules(layout))
+    for stored in expert_modules(layout):
+        if stored.format != first.format:
+            raise FormatError(
+                f"'{stored.name}' is {stored.format} but '{first.name}' is {first.format}: all routed experts need "
+                "one weight format (mixed checkpoints are not supported)"
+            )
+        if stored.format == "bf16":
+            if stored.parts["weight"].dtype != "BF16":
+                raise CheckpointError(
+                    f"tensor '{stored.name}' is {stored.parts['weight'].dtype}: routed experts must be BF16; save "
+                    "the checkpoint in bfloat16"
+                )
+            if scheme.format != "bf16" and not scheme.excludes(stored.name.removesuffix(".weight")):
+                raise CheckpointError(
+                    f"tensor '{stored.name}' is BF16 but the config declares {scheme.label}: the quantisation "
+                    "config and the weights do not belong together"
+                )
+    has_input = {"input_scale" in stored.parts for stored in expert_modules(layout)}
+    if len(has_input) == 2:
+        lacking = next(m for m in expert_modules(layout) if "input_scale" not in m.parts)
+        raise CheckpointError(
+            f"tensor '{lacking.name.removesuffix('weight')}input_scale' is missing while other experts have theirs; "
+            "copy or download the checkpoint again"
+        )
+    return first.format
+
+
+def _extra(name: str, rest: Mapping[str, TensorInfo], config: Mapping[str, Any], architecture: Architecture) -> str:
+    """Why a tensor is not expected."""
+    text = f"tensor '{name}' is not expected"
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    layers, count = architecture.sizes(config)["layers"], architecture.routing(config).num_experts
+    expert = re.search(r"\.experts\.(\d+)\.", name)
+    mtp = architecture.mtp_layers(config)
+    if layer and int(layer[1]) >= layers:
+        key = architecture.mtp_layers_key[0]
+        return f"{text}: config.json has {layers} layers and {len(mtp)} MTP layers; correct {key} or remove the tensor"
+    if expert and int(expert[1]) >= count:
+        return f"{text}: config.json has {count} routed experts"
+    if ".experts.gate_up_proj" in name or ".experts.down_proj" in name:
+        return f"{text}: experts fused in one tensor are not supported; save one per expert, as save_pretrained does"
+    if re.search(r"\.(weight_scale|weight_scale_inv|weight_scale_2|input_scale)$", name):
+        return f"{text}: a scale without a quantised weight of this format beside it"
+    return f"{text} in '{architecture.model_type}' with this config.json (and {len(rest) - 1} more)"
