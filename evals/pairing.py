@@ -10,14 +10,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from evals.errors import ProtocolError
 from evals.records import ArmResult, ItemResult, Status
-from evals.statistics import Clustered, FlipTest, PairedCounts, clustered, flips_against_floor
+from evals.statistics import Clustered, PairedCounts, clustered
 
 Score = Literal["ours", "strict", "flexible"]
 TRUNCATED: tuple[Status, ...] = ("truncated", "truncated_in_reasoning")
 
 
-class PairingError(ValueError):
+class PairingError(ProtocolError):
     """The arms cannot be joined: no common items, or repeats that do not match."""
 
 
@@ -68,8 +69,8 @@ class ErrorBounds:
 class PairedOutcomes:
     """Two arms on the same items, in protocol order; arrays are [items, repeats].
 
-    `valid` marks pairs where both arms have an answer (anything but an error). `right_*` are False where there
-    is none. `only_in_*` are item ids one arm lacks altogether.
+    `valid` marks pairs where both arms have an answer (anything but an error). `right_*` are False where
+    there is none. `only_in_*` are item ids one arm lacks altogether.
     """
 
     baseline: tuple[ArmResult, ...]
@@ -95,9 +96,7 @@ class PairedOutcomes:
     def counts(self) -> PairedCounts:
         """The 2×2 table over all valid pairs (items × repeats)."""
         x, y = self.right_baseline[self.valid], self.right_candidate[self.valid]
-        return PairedCounts(
-            a=int((x & y).sum()), b=int((x & ~y).sum()), c=int((~x & y).sum()), d=int((~x & ~y).sum())
-        )
+        return PairedCounts(a=int((x & y).sum()), b=int((x & ~y).sum()), c=int((~x & y).sum()), d=int((~x & ~y).sum()))
 
     @cached_property
     def clustered(self) -> Clustered:
@@ -190,10 +189,9 @@ class PairedOutcomes:
         return _table(self.right_baseline[self.valid], (self.right_candidate | cut)[self.valid])
 
     def without(self, statuses: Sequence[Status]) -> PairedCounts:
-        """The table over pairs where neither arm has one of these statuses (e.g. accuracy among non-empty)."""
-        drop = np.array(self.status("baseline", statuses), bool) | np.array(
-            self.status("candidate", statuses), bool
-        )
+        """The table over pairs where neither arm has one of these statuses (e.g. accuracy among
+        non-empty)."""
+        drop = np.array(self.status("baseline", statuses), bool) | np.array(self.status("candidate", statuses), bool)
         keep = self.valid & ~drop.reshape(self.valid.shape)
         return _table(self.right_baseline[keep], self.right_candidate[keep])
 
@@ -267,29 +265,4 @@ def pair(
 
 
 def _right(rows: list[list[ItemResult]], score: Score) -> npt.NDArray[np.bool_]:
-    return np.array(
-        [[bool(getattr(x, score)) and x.status != "error" for x in row] for row in rows], dtype=bool
-    )
-
-
-def compare_flips(floor: PairedOutcomes, outcomes: PairedOutcomes, losses_only: bool = False) -> FlipTest:
-    """Flips of the candidate against flips of the baseline's second run, on the items all three answered.
-
-    `losses_only` counts right→wrong only (used when the candidate is shown to be better). The first repeat of
-    each arm is used: the exact test needs one answer per item and arm.
-    """
-    index = {item: i for i, item in enumerate(floor.items)}
-    rows = [
-        (i, index[item])
-        for i, item in enumerate(outcomes.items)
-        if item in index and outcomes.valid[i, 0] and floor.valid[index[item], 0]
-    ]
-    first = [bool(outcomes.right_baseline[i, 0]) for i, _ in rows]
-    again = [bool(floor.right_candidate[j, 0]) for _, j in rows]
-    other = [bool(outcomes.right_candidate[i, 0]) for i, _ in rows]
-    if losses_only:  # where the baseline was wrong nothing can be lost: make those items agree
-        again = [x and y for x, y in zip(first, again, strict=True)]
-        other = [x and y for x, y in zip(first, other, strict=True)]
-    return flips_against_floor(first, again, other)
-
-
+    return np.array([[bool(getattr(x, score)) and x.status != "error" for x in row] for row in rows], dtype=bool)

@@ -1,4 +1,5 @@
-"""Statistics of paired evaluations: pure functions on counts and arrays. Reasons and tables: docs/statistics.md."""
+"""Statistics of paired evaluations: pure functions on counts and arrays. Reasons and tables:
+docs/statistics.md."""
 
 from evals.statistics.anytime import (
     AnytimeMonitor,

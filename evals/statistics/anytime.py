@@ -30,7 +30,8 @@ def regression_log_e(b: npt.ArrayLike, c: npt.ArrayLike) -> npt.NDArray[np.float
 
 
 def betting_fractions(margin: float, count: int = LAMBDAS) -> npt.NDArray[np.float64]:
-    """The fixed grid of bets on non-inferiority: 0.05 … 0.9/(1 - margin), all keeping the capital positive."""
+    """The fixed grid of bets on non-inferiority: 0.05 … 0.9/(1 - margin), all keeping the capital
+    positive."""
     if not 0 < margin < 1:
         raise ValueError(f"margin must be a fraction between 0 and 1, got {margin} (1.5 points is 0.015)")
     return np.linspace(0.05, 0.9 / (1 - margin), count)
@@ -41,9 +42,9 @@ def noninferiority_log_e(
 ) -> npt.NDArray[np.float64]:
     """log E that the candidate is less than `margin` worse, from the counts after n items. Vectorised.
 
-    With D in {-1, 0, 1} the difference on an item, H0 is E[D | past] <= -margin; then prod(1 + lambda (D + margin))
-    is a supermartingale for every lambda in (0, 1/(1 - margin)), and so is their average (betting mixture,
-    Waudby-Smith & Ramdas 2024, JRSS B 86:1). It depends on the counts only.
+    With D in {-1, 0, 1} the difference on an item, H0 is E[D | past] <= -margin; then prod(1 + lambda (D +
+    margin)) is a supermartingale for every lambda in (0, 1/(1 - margin)), and so is their average (betting
+    mixture, Waudby-Smith & Ramdas 2024, JRSS B 86:1). It depends on the counts only.
     """
     bb, cc, nn = (np.asarray(x, dtype=np.float64)[..., None] for x in (b, c, n))
     bets = betting_fractions(margin)

@@ -33,21 +33,17 @@ class FlipTest:
         return self.ab_flips / self.ab_n - self.aa_flips / self.aa_n if self.ab_n and self.aa_n else 0.0
 
 
-def flips_against_floor(
-    baseline: Sequence[bool], repeat: Sequence[bool], candidate: Sequence[bool]
-) -> FlipTest:
+def flips_against_floor(baseline: Sequence[bool], repeat: Sequence[bool], candidate: Sequence[bool]) -> FlipTest:
     """Same items in all three sequences: baseline A1, its second run A2, candidate B (right or wrong).
 
     Null hypothesis: given A1, the second answer of the baseline and the candidate's answer to an item are
     exchangeable. The two flip indicators X = [A1 != B] and Y = [A1 != A2] share A1, so they are *not*
-    independent; but under the null swapping A2 and B swaps X and Y, so among items with X != Y each is as likely
-    as the other: McNemar's conditional test on (X, Y) is exact, whatever the dependence and however unequal
-    the items. Two independent proportions would throw the pairing away.
+    independent; but under the null swapping A2 and B swaps X and Y, so among items with X != Y each is as
+    likely as the other: McNemar's conditional test on (X, Y) is exact, whatever the dependence and however
+    unequal the items. Two independent proportions would throw the pairing away.
     """
     if not len(baseline) == len(repeat) == len(candidate):
-        raise ValueError(
-            f"need the same items three times, got {len(baseline)}, {len(repeat)} and {len(candidate)}"
-        )
+        raise ValueError(f"need the same items three times, got {len(baseline)}, {len(repeat)} and {len(candidate)}")
     n = len(baseline)
     x = [bool(a) != bool(b) for a, b in zip(baseline, candidate, strict=True)]
     y = [bool(a) != bool(r) for a, r in zip(baseline, repeat, strict=True)]

@@ -19,8 +19,8 @@ DEFAULT_LOOKS = 4
 def crossing_probabilities(boundaries: Sequence[float], fractions: Sequence[float]) -> list[float]:
     """P(first crossing z_k >= boundary_k at look k) for k = 1..K when the true effect is zero.
 
-    Z_k = B(t_k)/sqrt(t_k), B a Brownian motion observed at information fractions t_k: the density of the paths
-    that have not crossed is carried from look to look by quadrature (Armitage, McPherson & Rowe 1969;
+    Z_k = B(t_k)/sqrt(t_k), B a Brownian motion observed at information fractions t_k: the density of the
+    paths that have not crossed is carried from look to look by quadrature (Armitage, McPherson & Rowe 1969;
     Jennison & Turnbull 2000, ch. 19). Panels of Gauss–Legendre nodes on [-9 sqrt(t), boundary).
     """
     times = np.asarray(fractions, dtype=np.float64)
@@ -84,7 +84,8 @@ class Looks:
 
 
 def plan_looks(n: int, looks: int = DEFAULT_LOOKS, alpha: float = 0.05) -> Looks:
-    """`looks` nearly equally spaced looks at n items (330, 660, 990, 1319 for 1,319); one look = no early stop."""
+    """`looks` nearly equally spaced looks at n items (330, 660, 990, 1319 for 1,319); one look = no early
+    stop."""
     if n < 1 or looks < 1:
         raise ValueError(f"need at least one item and one look, got n={n}, looks={looks}")
     items = tuple(sorted({max(1, math.ceil(n * k / looks)) for k in range(1, looks + 1)}))
@@ -106,9 +107,7 @@ def shown_regression(b: int, c: int, n: int, margin: float, z: float, min_drop: 
     return (c - b) / n <= -margin or float(tango_upper(b, c, n, z)) < -min_drop
 
 
-def curtail(
-    b: int, c: int, seen: int, n: int, margin: float, z: float, min_drop: float = 0.0
-) -> str | None:
+def curtail(b: int, c: int, seen: int, n: int, margin: float, z: float, min_drop: float = 0.0) -> str | None:
     """What the final accuracy answer must be whatever the remaining n - seen items do; None while it is open.
 
     Returns "noninferior", "regression", "undecided" (neither can be reached any more) or None. Exact: every

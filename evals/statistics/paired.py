@@ -1,4 +1,5 @@
-"""Two arms on the same items: Tango's score interval, Newcombe's method 10, McNemar exact and mid-p, NI, TOST.
+"""Two arms on the same items: Tango's score interval, Newcombe's method 10, McNemar exact and mid-p, NI,
+TOST.
 
 Signs and cells used everywhere in this package: b = only the baseline is right, c = only the candidate is
 right, theta = (c - b) / n = candidate accuracy minus baseline accuracy (negative = the candidate is worse).
@@ -18,7 +19,8 @@ Number = float | npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class PairedCounts:
-    """The 2×2 table of paired right/wrong answers: a both right, b only baseline, c only candidate, d neither."""
+    """The 2×2 table of paired right/wrong answers: a both right, b only baseline, c only candidate, d
+    neither."""
 
     a: int
     b: int
@@ -68,7 +70,8 @@ def _score_parts(b: Number, c: Number, n: Number, theta: Number) -> tuple[Number
 
     The restricted estimate q of that cell is the root of A q² + B q + C = 0 with A = 2n,
     B = -b - c + (2n - c + b) theta, C = -b theta (1 - theta) (Tango 1998, Statistics in Medicine 17:891,
-    written for our sign). Of the two algebraically equal forms of the root the one without cancellation is used.
+    written for our sign). Of the two algebraically equal forms of the root the one without cancellation is
+    used.
     """
     b, c, n, theta = (np.asarray(x, dtype=np.float64) for x in (b, c, n, theta))
     qa = 2 * n
@@ -84,10 +87,11 @@ def _score_parts(b: Number, c: Number, n: Number, theta: Number) -> tuple[Number
 
 
 def tango_z(b: Number, c: Number, n: Number, theta: Number) -> Number:
-    """Tango's score statistic for H0: difference = theta; large positive = the candidate is better than theta.
+    """Tango's score statistic for H0: difference = theta; large positive = the candidate is better than
+    theta.
 
-    Vectorised over all arguments (counts may be fractional: effective counts of repeated runs). At theta = 0 it
-    is McNemar's (c - b) / sqrt(b + c). Where the restricted variance is 0 the statistic is 0 or ±inf.
+    Vectorised over all arguments (counts may be fractional: effective counts of repeated runs). At theta = 0
+    it is McNemar's (c - b) / sqrt(b + c). Where the restricted variance is 0 the statistic is 0 or ±inf.
     """
     numerator, variance = _score_parts(b, c, n, theta)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -137,8 +141,8 @@ def tango_interval(b: Number, c: Number, n: Number, confidence: float = 0.95) ->
 def newcombe_interval(table: PairedCounts, confidence: float = 0.95) -> tuple[float, float]:
     """Newcombe (1998, Statistics in Medicine 17:2635) method 10: Wilson limits joined with a corrected phi.
 
-    A second opinion beside Tango, with no iteration. The continuity correction applies to a positive numerator
-    of phi only, as in the paper.
+    A second opinion beside Tango, with no iteration. The continuity correction applies to a positive
+    numerator of phi only, as in the paper.
     """
     from evals.statistics.counts import wilson
 
@@ -148,9 +152,7 @@ def newcombe_interval(table: PairedCounts, confidence: float = 0.95) -> tuple[fl
     pa, pb = table.baseline_right / n, table.candidate_right / n
     la, ua = wilson(table.baseline_right, n, confidence)
     lb, ub = wilson(table.candidate_right, n, confidence)
-    product = (
-        float(table.a + table.b) * (table.c + table.d) * (table.a + table.c) * (table.b + table.d)
-    )
+    product = float(table.a + table.b) * (table.c + table.d) * (table.a + table.c) * (table.b + table.d)
     phi = 0.0
     if product > 0:
         numerator = float(table.a) * table.d - float(table.b) * table.c
@@ -185,7 +187,8 @@ def mcnemar_exact_two_sided(b: int, c: int) -> float:
 
 
 def mcnemar_midp_two_sided(b: int, c: int) -> float:
-    """Two-sided mid-p: the exact two-sided p less the probability of what was seen (half of it when b = c)."""
+    """Two-sided mid-p: the exact two-sided p less the probability of what was seen (half of it when b =
+    c)."""
     m = b + c
     if m == 0:
         return 1.0
@@ -211,8 +214,8 @@ def noninferiority(
 ) -> NonInferiority:
     """Non-inferiority by Tango's score bound: shown iff the one-sided lower bound lies above -margin.
 
-    `margin` is a positive fraction (0.015 = 1.5 points). `z` replaces the critical value of alpha at an interim
-    look. The bound and the test agree by construction (both invert the same statistic).
+    `margin` is a positive fraction (0.015 = 1.5 points). `z` replaces the critical value of alpha at an
+    interim look. The bound and the test agree by construction (both invert the same statistic).
     """
     if not 0 < margin < 1:
         raise ValueError(f"margin must be a fraction between 0 and 1, got {margin} (1.5 points is 0.015)")
@@ -223,10 +226,9 @@ def noninferiority(
 
 
 def equivalence(b: float, c: float, n: float, margin: float, alpha: float = 0.05) -> tuple[bool, float]:
-    """TOST: is |difference| < margin? Returns (shown, p), p the larger of the two one-sided score p-values."""
+    """TOST: is |difference| < margin? Returns (shown, p), p the larger of the two one-sided score
+    p-values."""
     if not 0 < margin < 1:
         raise ValueError(f"margin must be a fraction between 0 and 1, got {margin} (1.5 points is 0.015)")
-    p = float(
-        max(norm.sf(tango_z(b, c, n, -margin)), norm.cdf(tango_z(b, c, n, margin)))
-    )
+    p = float(max(norm.sf(tango_z(b, c, n, -margin)), norm.cdf(tango_z(b, c, n, margin))))
     return p < alpha, p

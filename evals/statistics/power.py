@@ -42,9 +42,7 @@ def required_items(
     if not 0 < margin < 1:
         raise ValueError(f"margin must be a fraction between 0 and 1, got {margin} (1.5 points is 0.015)")
     if gap <= 0:
-        raise ValueError(
-            f"a candidate that is truly {-true_difference:.4f} worse cannot be shown within {margin:.4f}"
-        )
+        raise ValueError(f"a candidate that is truly {-true_difference:.4f} worse cannot be shown within {margin:.4f}")
     z = critical(alpha)
     by_noise = (z + float(norm.ppf(power))) ** 2 * max(discordance - true_difference**2, 0.0) / gap**2
     by_zero_flips = z * z * (1 - margin) / margin
@@ -53,7 +51,11 @@ def required_items(
 
 
 def required_repeats(
-    margin: float, run_discordance: float, n: int, item_discordance: float = 0.0, alpha: float = 0.05,
+    margin: float,
+    run_discordance: float,
+    n: int,
+    item_discordance: float = 0.0,
+    alpha: float = 0.05,
     power: float = 0.8,
 ) -> int | None:
     """Repeats of both arms over n items for a margin; None when no number of repeats is enough.
@@ -98,17 +100,14 @@ def _cells(n: int, discordance: float, difference: float) -> tuple[np.ndarray, n
     return b_in, m_in - b_in, weight
 
 
-def noninferiority_power(
-    n: int, discordance: float, difference: float, margin: float, alpha: float = 0.05
-) -> float:
-    """P(non-inferiority shown) by summing the exact distribution of (b, c); size when difference = -margin."""
+def noninferiority_power(n: int, discordance: float, difference: float, margin: float, alpha: float = 0.05) -> float:
+    """P(non-inferiority shown) by summing the exact distribution of (b, c); size when difference =
+    -margin."""
     b, c, weight = _cells(n, discordance, difference)
     return float(weight[np.asarray(tango_z(b, c, n, -margin)) > critical(alpha)].sum())
 
 
-def regression_power(
-    n: int, discordance: float, difference: float, alpha: float = 0.05, exact: bool = False
-) -> float:
+def regression_power(n: int, discordance: float, difference: float, alpha: float = 0.05, exact: bool = False) -> float:
     """P(one-sided McNemar p < alpha), mid-p or exact, by summation; size when difference = 0."""
     b, c, weight = _cells(n, discordance, difference)
     p = binom.sf(b - 1, b + c, 0.5) if exact else np.asarray(mcnemar_midp(b, c))

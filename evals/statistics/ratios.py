@@ -27,8 +27,8 @@ def restricted_ratio_cells(table: PairedCounts, ratio: float) -> tuple[float, fl
 
     Write w = P(right in at least one arm) and u = P(only baseline) = w t. The restriction makes
     P(only candidate) = w (t - (1 - R)) / R and P(both) = w (1 - (1 + R) t) / R, so the likelihood separates:
-    w stays (a + b + c) / n and t maximises a log(1 - (1 + R) t) + b log t + c log(t - (1 - R)), whose derivative
-    multiplied out is a quadratic in t.
+    w stays (a + b + c) / n and t maximises a log(1 - (1 + R) t) + b log t + c log(t - (1 - R)), whose
+    derivative multiplied out is a quadratic in t.
     """
     if ratio <= 0:
         raise ValueError(f"ratio must be positive, got {ratio}")
@@ -104,8 +104,8 @@ def length_ratio(baseline: Sequence[float], candidate: Sequence[float], confiden
     """Mean candidate length / mean baseline length over the same items (tokens), delta-method interval.
 
     The interval is symmetric on the log scale: Var(log R) = sum((y_i - R x_i)²) / (n - 1) / (n ȳ²), the
-    linearised ratio estimator of survey sampling (Cochran 1977, §6.4). Pairing matters: hard items are long in
-    both arms. A candidate that says nothing at all has ratio 0 and the interval (0, 0).
+    linearised ratio estimator of survey sampling (Cochran 1977, §6.4). Pairing matters: hard items are long
+    in both arms. A candidate that says nothing at all has ratio 0 and the interval (0, 0).
     """
     x, y = _check_lengths(baseline, candidate)
     n, ratio = x.size, float(y.sum() / x.sum())

@@ -16,9 +16,9 @@ from evals.statistics.paired import mcnemar_midp
 class Clustered:
     """Discordant totals over all pairs, the design effect of repeating items, and effective counts.
 
-    `pairs` = items × repeats (less what is missing). `deff` >= 1: by how much the cluster-robust variance of the
-    mean difference exceeds the variance of that many independent items. Dividing all counts by it (Rao & Scott
-    1992, Biometrics 48:577) lets Tango's interval be used as it stands. With one repeat deff is 1.
+    `pairs` = items × repeats (less what is missing). `deff` >= 1: by how much the cluster-robust variance of
+    the mean difference exceeds the variance of that many independent items. Dividing all counts by it (Rao &
+    Scott 1992, Biometrics 48:577) lets Tango's interval be used as it stands. With one repeat deff is 1.
     """
 
     items: int
@@ -38,7 +38,8 @@ class Clustered:
         return self.b / self.deff, self.c / self.deff, self.pairs / self.deff
 
     def regression_p(self) -> float:
-        """One-sided p of "the candidate is worse": mid-p for single runs, else the score z over sqrt(deff)."""
+        """One-sided p of "the candidate is worse": mid-p for single runs, else the score z over
+        sqrt(deff)."""
         if self.b + self.c == 0:
             return 1.0
         if self.deff == 1.0:
@@ -46,18 +47,16 @@ class Clustered:
         return float(norm.cdf((self.c - self.b) / math.sqrt((self.b + self.c) * self.deff)))
 
 
-def clustered(
-    baseline: npt.ArrayLike, candidate: npt.ArrayLike, valid: npt.ArrayLike | None = None
-) -> Clustered:
+def clustered(baseline: npt.ArrayLike, candidate: npt.ArrayLike, valid: npt.ArrayLike | None = None) -> Clustered:
     """Cluster paired answers by item.
 
-    `baseline`, `candidate`: bool arrays [items, repeats], right or wrong; `valid`: bool array of the same shape,
-    False where either arm has no answer (an error left over). Items without any valid pair are left out. The
-    robust variance is sum_i (D_i - m_i mean)² / M², D_i the summed difference of item i over its m_i pairs (CR0
-    of a regression on a constant, Liang & Zeger 1986).
+    `baseline`, `candidate`: bool arrays [items, repeats], right or wrong; `valid`: bool array of the same
+    shape, False where either arm has no answer (an error left over). Items without any valid pair are left
+    out. The robust variance is sum_i (D_i - m_i mean)² / M², D_i the summed difference of item i over its
+    m_i pairs (CR0 of a regression on a constant, Liang & Zeger 1986).
 
-    When nothing differs between the arms the design effect cannot be estimated; it is then taken to be the number
-    of repeats (repeats of a deterministic server are no new information).
+    When nothing differs between the arms the design effect cannot be estimated; it is then taken to be the
+    number of repeats (repeats of a deterministic server are no new information).
     """
     x, y = np.asarray(baseline, dtype=bool), np.asarray(candidate, dtype=bool)
     if x.ndim == 1:
