@@ -1,0 +1,146 @@
+"""Fixtures of the service tests: a byte-level tokenizer, an app on a fake engine, and a real server process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from service.api.app import create_app
+from service.api.prompts import PromptEncoder
+from service.api.server import Server, protocol_class
+from service.api.state import ApiSettings, Loaded, Service
+from service.tokenizer import Tokenizer
+from tests.service.fake_engine import FakeEngine
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is defined and not enable_thinking %}"
+    "</think>{% else %}<think>{% endif %}{% endif %}"
+)
+
+
+def build_tokenizer(out: Path, template: str | None = CHAT_TEMPLATE) -> Path:
+    """A byte-level tokenizer without merges: 256 byte tokens, an end-of-text token and two role tokens."""
+    from tokenizers import Tokenizer as Rust
+    from tokenizers import decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<|endoftext|>": 0, **{c: i + 1 for i, c in enumerate(alphabet)}}
+    rust = Rust(models.BPE(vocab=vocab, merges=[]))
+    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = decoders.ByteLevel()
+    rust.add_special_tokens(["<|endoftext|>", "<|user|>", "<|assistant|>"])
+    out.mkdir(parents=True, exist_ok=True)
+    rust.save(str(out / "tokenizer.json"))
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+    }
+    if template:
+        config["chat_template"] = template
+    (out / "tokenizer_config.json").write_text(json.dumps(config))
+    return out
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Byte-level, with a chat template that opens `<think>`."""
+    return Tokenizer.load(build_tokenizer(tmp_path_factory.mktemp("tokenizer") / "bytes"))
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Byte-level, without a chat template."""
+    return Tokenizer.load(build_tokenizer(tmp_path_factory.mktemp("tokenizer") / "plain", template=None))
+
+
+FINGERPRINT = {
+    "schema": 1,
+    "format": "bf16",
+    "weights_sha256": "0" * 64,
+    "device": "cpu",
+    "device_name": "test",
+    "dtype": "bfloat16",
+    "variant": {"requested": "bf16/reference", "resolved": {"1": "bf16/reference"}, "fallbacks": 0},
+    "engine": {},
+    "id": "f" * 64,
+}
+
+
+@dataclass
+class FakeServer:
+    """An app on a fake engine behind a real socket."""
+
+    url: str
+    engine: FakeEngine
+    service: Service
+
+    def client(self, **kwargs: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=20, **kwargs)
+
+
+@pytest.fixture
+def fake_server(byte_tokenizer: Tokenizer) -> Iterator[Callable[..., FakeServer]]:
+    """`fake_server(settings={...}, tokenizer=..., **engine options)` starts a server in a thread."""
+    running: list[tuple[uvicorn.Server, threading.Thread, FakeEngine]] = []
+
+    def start(
+        settings: dict[str, Any] | None = None,
+        tokenizer: Tokenizer = byte_tokenizer,
+        ready: bool = True,
+        max_model_len: int = 512,
+        timeouts: dict[str, float] | None = None,
+        **options: Any,
+    ) -> FakeServer:
+        engine = FakeEngine(tokenizer, **options)
+        service = Service(
+            ApiSettings(
+                **{"model_name": "fake", "model_path": "/models/fake", "variant": "bf16/reference", **(settings or {})}
+            )
+        )
+        if ready:
+            service.ready(
+                Loaded(engine, tokenizer, PromptEncoder(tokenizer), max_model_len, len(tokenizer), FINGERPRINT)
+            )
+        server, thread, port = serve_in_thread(service, **(timeouts or {}))
+        running.append((server, thread, engine))
+        return FakeServer(f"http://127.0.0.1:{port}", engine, service)
+
+    yield start
+    for server, thread, engine in running:
+        engine.stop()
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def serve_in_thread(service: Service, **timeouts: float) -> tuple[uvicorn.Server, threading.Thread, int]:
+    """Serve an app on a free port with the production protocol class."""
+    sock = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        create_app(service),
+        log_config=None,
+        http=protocol_class(**timeouts),
+        timeout_graceful_shutdown=2,
+        lifespan="on",
+    )
+    server = Server(config)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server thread died at start"
+        time.sleep(0.01)
+    return server, thread, sock.getsockname()[1]
