@@ -1,0 +1,68 @@
+"""Packs the chunks of one step into flat tensors: decoding sequences first, then prefill chunks, then padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from service.attention import AttentionPlan, Span, Tiles, plan
+from service.engine.kv_cache import TRASH_BLOCK
+from service.engine.scheduler import Chunk
+
+MIN_TOKENS = 8  # FP32 products (the router's at least) round differently below 8 rows on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One packed step. `ids`, `positions` int64 [1, T], `slots` int64 [T]; chunk i owns rows [starts[i], +count)."""
+
+    chunks: list[Chunk]
+    starts: list[int]
+    tokens: int  # without padding
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    attention: AttentionPlan
+
+
+def padded_tokens(tokens: int) -> int:
+    """Rows a step of `tokens` tokens is padded to.
+
+    Matrix kernels are compiled per row count (oneDNN on the CPU: about 0.3 ms each, a bounded cache), so row counts are
+    few: steps of 8 up to 64, then of an eighth of the next power of two.
+    """
+    step = max(MIN_TOKENS, 1 << max(0, (tokens - 1).bit_length() - 3))
+    return -(-tokens // step) * step
+
+
+def pack(chunks: list[Chunk], block: int, heads_per_kv: int, tiles: Tiles, device: torch.device) -> Batch:
+    """Build the batch; reorders the chunks (decoding ones first, shortest first), which no result depends on."""
+    chunks = sorted(chunks, key=lambda c: (c.count > 1, c.sequence.computed))
+    total = sum(chunk.count for chunk in chunks)
+    padded = padded_tokens(total)
+    ids = np.zeros(padded, dtype=np.int64)
+    positions = np.zeros(padded, dtype=np.int64)
+    slots = np.full(padded, TRASH_BLOCK, dtype=np.int64)
+    starts, spans, at = [], [], 0
+    for chunk in chunks:
+        sequence, count = chunk.sequence, chunk.count
+        first = sequence.computed
+        starts.append(at)
+        spans.append(Span(count, first + count, sequence.blocks))
+        if count == 1:
+            ids[at], positions[at] = sequence.ids[first], first
+            slots[at] = sequence.blocks[first // block] * block + first % block
+        else:
+            where = np.arange(first, first + count)
+            ids[at : at + count] = sequence.ids[first : first + count]
+            positions[at : at + count] = where
+            slots[at : at + count] = np.asarray(sequence.blocks)[where // block] * block + where % block
+        at += count
+    return Batch(
+        chunks, starts, total,
+        torch.from_numpy(ids).to(device)[None], torch.from_numpy(positions).to(device)[None],
+        torch.from_numpy(slots).to(device), plan(spans, block, heads_per_kv, tiles, device),
+    )

@@ -1,0 +1,362 @@
+"""The engine: one thread that schedules, forwards, samples and reports, step by step."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from service.config import ConfigError, EngineConfig
+from service.engine.kv_cache import BlockPool
+from service.engine.output import apply_token, collect_prompt_logprobs, sampling_row, take_event
+from service.engine.runner import Loaded, ModelRunner
+from service.engine.sampler import sample
+from service.engine.scheduler import Chunk, Scheduler
+from service.engine.sequence import Sequence
+from service.engine.text import TextStream
+from service.engine.types import (
+    EngineError,
+    EngineStats,
+    EngineStopped,
+    GenerationRequest,
+    NonFiniteLogits,
+    QueueFull,
+    RequestInvalid,
+    RequestTooLong,
+    RoutingResult,
+    StepEvent,
+)
+from service.tokenizer import Tokenizer
+
+log = logging.getLogger("service.engine")
+Sink = Callable[[StepEvent], None]
+
+DEFAULT_BLOCKS = 1024
+MAX_FAILED_STEPS = 3  # in a row: then the engine declares itself unhealthy instead of failing requests for ever
+PROMPT_TAIL = 8  # prompt tokens the detokeniser starts from, for tokenizers whose text depends on the left context
+RATE_WINDOW = 10.0  # seconds
+
+
+class Engine:
+    """Continuous batching of one model. `submit`, `cancel` and `stats` may be called from any thread."""
+
+    def __init__(self, loaded: Loaded, tokenizer: Tokenizer | None, config: EngineConfig | None = None) -> None:
+        self.config = config = config or EngineConfig()
+        self.loaded = loaded
+        self.tokenizer = tokenizer
+        positions = int(loaded.model.config.max_position_embeddings)
+        if config.max_model_len and config.max_model_len > positions:
+            raise ConfigError(f"max_model_len {config.max_model_len} exceeds the model's {positions} positions")
+        wanted = config.max_model_len or positions
+        blocks = config.kv_blocks or max(DEFAULT_BLOCKS, -(-config.max_model_len // config.kv_block)
+                                         if config.max_model_len else 0)
+        self.max_model_len = min(wanted, blocks * config.kv_block)
+        if config.max_model_len and self.max_model_len < config.max_model_len:
+            raise ConfigError(
+                f"kv_blocks {blocks} x kv_block {config.kv_block} hold {blocks * config.kv_block} tokens, fewer than "
+                f"max_model_len {config.max_model_len}: raise kv_blocks or lower max_model_len")
+        self.pool = BlockPool(blocks)
+        self.runner = ModelRunner(loaded, blocks, config.kv_block)
+        self.scheduler = Scheduler(config, self.pool)
+        self.eos_ids = _eos_ids(loaded.model, tokenizer)
+        self._live: dict[str, Sequence] = {}
+        self._inbox: deque[tuple[str, Any]] = deque()
+        self._wake = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._accepting = True
+        self._stopping = False
+        self._queued = 0  # submitted and not yet admitted
+        self._arrivals = 0
+        self._failed_steps = 0
+        self._fatal: BaseException | None = None
+        self._totals = dict.fromkeys(("prompt", "generated", "steps", "finished", "failed", "cancelled"), 0)
+        self._last_step = 0.0
+        self._rate: deque[tuple[float, int]] = deque()
+
+    # ---- callable from any thread -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the engine thread; a second call does nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+            self._thread.start()
+
+    def stop(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish for at most `drain_seconds`, fail the rest, end the thread."""
+        self._accepting = False
+        deadline = time.monotonic() + drain_seconds
+        while self._live and self.healthy and self._thread is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        else:
+            self._fail_all(EngineStopped("the service is stopping"))
+
+    def submit(self, request: GenerationRequest, sink: Sink, *, every_step: bool = True) -> None:
+        """Queue a request; `sink` gets its events from the engine thread and must return quickly.
+
+        `every_step=False` sends one event only, when the request ends: cheaper, for answers that are not streamed.
+        Raises RequestTooLong, RequestInvalid, QueueFull or EngineStopped; then no event follows.
+        """
+        self._check(request)
+        params = request.params
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        text = TextStream(self.tokenizer, request.prompt_ids[-PROMPT_TAIL:], params.stop, params.include_stop_str,
+                          params.skip_special_tokens)
+        with self._wake:
+            if not self._accepting or not self.healthy:
+                raise EngineStopped(f"the engine has failed: {self._fatal}" if self._fatal
+                                    else "the service is stopping and takes no new requests")
+            if self._queued >= self.config.max_waiting:
+                raise QueueFull(f"{self._queued} requests are waiting already; retry later")
+            if request.request_id in self._live:
+                raise RequestInvalid(f"request id '{request.request_id}' is already in use")
+            sequence = Sequence(request, sink, every_step, seed, text, self._arrivals, list(request.prompt_ids))
+            self._arrivals += 1
+            self._queued += 1
+            self._live[request.request_id] = sequence
+            self._inbox.append(("add", sequence))
+            self._wake.notify()
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request: its blocks are free after the current step, no event follows. Unknown ids are ignored."""
+        with self._wake:
+            self._inbox.append(("cancel", request_id))
+            self._wake.notify()
+
+    @property
+    def healthy(self) -> bool:
+        """False after a fatal error."""
+        return self._fatal is None
+
+    @property
+    def fatal(self) -> BaseException | None:
+        """The error that made the engine unhealthy."""
+        return self._fatal
+
+    def stats(self) -> EngineStats:
+        """A snapshot of counters."""
+        now = time.monotonic()
+        recent = [(t, n) for t, n in list(self._rate) if now - t <= RATE_WINDOW]
+        span = max(now - recent[0][0], 1e-3) if len(recent) > 1 else 0.0
+        return EngineStats(
+            running=len(self.scheduler.running), waiting=max(0, len(self._live) - len(self.scheduler.running)),
+            kv_used=self.pool.used, kv_total=self.pool.total,
+            prompt_tokens_total=self._totals["prompt"], generated_tokens_total=self._totals["generated"],
+            preemptions_total=self.scheduler.preemptions, steps_total=self._totals["steps"],
+            last_step_seconds=self._last_step,
+            tokens_per_second=sum(n for _, n in recent[1:]) / span if span else 0.0,
+            requests_finished_total=self._totals["finished"], requests_failed_total=self._totals["failed"],
+            requests_cancelled_total=self._totals["cancelled"],
+        )
+
+    def _check(self, request: GenerationRequest) -> None:
+        params, prompt = request.params, request.prompt_ids
+        if not prompt:
+            raise RequestInvalid("the prompt is empty: send at least one token")
+        if params.max_tokens < 0:
+            raise RequestInvalid(f"max_tokens must be at least 0, got {params.max_tokens}")
+        if len(prompt) + params.max_tokens > self.max_model_len:
+            raise RequestTooLong(len(prompt), params.max_tokens, self.max_model_len)
+        vocab = self.runner.vocab
+        bad = next((t for t in prompt if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise RequestInvalid(f"prompt token id {bad} is outside the vocabulary of {vocab}")
+        bad = next((t for t in params.stop_token_ids if not 0 <= t < vocab), None)
+        if bad is not None:
+            raise RequestInvalid(f"stop token id {bad} is outside the vocabulary of {vocab}")
+        if params.stop and self.tokenizer is None:
+            raise RequestInvalid("stop strings need a tokenizer, and this engine has none")
+        if not (params.temperature >= 0 and 0 < params.top_p <= 1 and params.top_k >= 0 and 0 <= params.min_p <= 1):
+            raise RequestInvalid(
+                f"temperature {params.temperature} must be >= 0, top_p {params.top_p} in (0, 1], "
+                f"top_k {params.top_k} >= 0 and min_p {params.min_p} in [0, 1]")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(params, name)
+            if value is not None and not 0 <= value <= self.config.max_logprobs:
+                raise RequestInvalid(f"{name} must be between 0 and {self.config.max_logprobs}, got {value}")
+
+    # ---- engine thread ----------------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._stopping or self.scheduler.running or self.scheduler.waiting):
+                    self._wake.wait()
+                messages, self._inbox = self._inbox, deque()
+                stopping = self._stopping
+            self._handle(messages)
+            if stopping:
+                self._fail_all(EngineStopped("the service stopped before this request finished"))
+                return
+            if not self.healthy:
+                self._fail_all(EngineStopped(f"the engine has failed: {self._fatal}"))
+                continue
+            self.step()
+
+    def _handle(self, messages: Iterable[tuple[str, Any]]) -> None:
+        for kind, value in messages:
+            if kind == "add":
+                if self._live.get(value.request_id) is value:
+                    self.scheduler.add(value)
+            elif (sequence := self._live.pop(value, None)) is not None:
+                self._totals["cancelled"] += 1
+                self._drop(sequence)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One step over whatever is scheduled; an exception fails the requests of the step, not the engine."""
+        began = time.perf_counter()
+        chunks = self.scheduler.schedule()
+        self._queued = len(self.scheduler.waiting) + len(self._inbox)
+        try:
+            if self.scheduler.dirty:
+                self.runner.kv.zero(self.scheduler.dirty)
+                self.scheduler.dirty.clear()
+            if chunks:
+                self._run(chunks)
+        except Exception as error:
+            self._step_failed(chunks, error)
+        else:
+            self._failed_steps = 0
+        self._totals["steps"] += 1
+        self._last_step = time.perf_counter() - began
+
+    def _run(self, chunks: list[Chunk]) -> None:
+        batch = self.runner.pack(chunks)
+        chunks = batch.chunks
+        if any(chunk.sequence.params.return_routing for chunk in chunks):
+            with self.runner.routing.capture() as ids:
+                hidden = self.runner.hidden(batch)
+            self._keep_routing(batch, ids())
+        else:
+            hidden = self.runner.hidden(batch)
+        last_rows, due = [], []
+        for chunk, start in zip(chunks, batch.starts, strict=True):
+            sequence = chunk.sequence
+            if sequence.wants_prompt_rows:
+                collect_prompt_logprobs(self.runner, sequence, chunk.count, start, hidden)
+            self._totals["prompt"] += max(0, min(sequence.prompt_length - sequence.computed, chunk.count))
+            sequence.computed += chunk.count
+            if sequence.computed == len(sequence.ids):
+                last_rows.append(start + chunk.count - 1)
+                due.append(sequence)
+        if not due:
+            return
+        logits = self.runner.logits(hidden, torch.tensor(last_rows, device=hidden.device))
+        tokens = sample(logits, [sampling_row(sequence, self.eos_ids) for sequence in due])
+        made = 0
+        for sequence, token in zip(due, tokens, strict=True):
+            if token is None:
+                self._fail_non_finite(sequence)
+                continue
+            sequence.checked = sequence.computed
+            if sequence.params.max_tokens > 0:
+                made += 1
+            self._report(sequence, apply_token(sequence, token, self.eos_ids))
+        self._totals["generated"] += made
+        self._note_rate(made)
+
+    def _report(self, sequence: Sequence, event: StepEvent) -> None:
+        if event.finished:
+            self._live.pop(sequence.request_id, None)
+            self.scheduler.finish(sequence)
+            self._totals["finished"] += 1
+            if sequence.routing is not None:
+                event.routing = RoutingResult(sequence.routing[: len(sequence.ids) - 1 or 1], self.runner.routing.layers)
+        ready = take_event(sequence, event)
+        if ready is not None:
+            self._send(sequence, ready)
+
+    def _send(self, sequence: Sequence, event: StepEvent) -> None:
+        try:
+            sequence.sink(event)
+        except Exception:
+            log.exception("the receiver of request %s failed; the request is dropped", sequence.request_id)
+            if self._live.pop(sequence.request_id, None) is not None:
+                self._totals["cancelled"] += 1
+                self._drop(sequence)
+
+    def _keep_routing(self, batch: Any, ids: torch.Tensor) -> None:
+        for chunk, start in zip(batch.chunks, batch.starts, strict=True):
+            sequence = chunk.sequence
+            if not sequence.params.return_routing:
+                continue
+            if sequence.routing is None:
+                length = sequence.prompt_length + max(sequence.params.max_tokens, 1)
+                sequence.routing = torch.zeros((length, *ids.shape[1:]), dtype=torch.int16)
+            rows = ids[start : start + chunk.count].cpu()
+            sequence.routing[sequence.computed : sequence.computed + chunk.count] = rows
+
+    # ---- failures ---------------------------------------------------------------------------------------------------
+
+    def _fail_non_finite(self, sequence: Sequence) -> None:
+        sequence.checked = 0  # its blocks hold NaN: wipe them
+        position = sequence.computed - 1
+        where = "unknown"
+        try:
+            done, sequence.computed = sequence.computed, 0
+            count = min(done, self.config.max_batch_tokens)
+            where = self.runner.first_bad_layer(Chunk(sequence, count))
+            sequence.computed = done
+        except Exception:
+            log.exception("could not locate the non-finite layer of request %s", sequence.request_id)
+            sequence.computed = max(sequence.computed, position + 1)
+        self._fail(sequence, NonFiniteLogits(
+            f"request {sequence.request_id}: the model's logits at position {position} are NaN or infinite; "
+            f"first non-finite output: {where}"))
+
+    def _step_failed(self, chunks: list[Chunk], error: Exception) -> None:
+        self._failed_steps += 1
+        log.exception("engine step failed with %d sequences", len(chunks))
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.computed, sequence.checked = sequence.computed + chunk.count, 0  # unknown contents: wipe
+            if sequence.request_id in self._live:
+                self._fail(sequence, EngineError(
+                    f"request {sequence.request_id}: the engine step failed: {type(error).__name__}: {error}"))
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            self._fatal = error
+            log.error("%d steps failed in a row: the engine is unhealthy", self._failed_steps)
+
+    def _fail(self, sequence: Sequence, error: EngineError) -> None:
+        self._live.pop(sequence.request_id, None)
+        self._totals["failed"] += 1
+        self._drop(sequence)
+        self._send(sequence, StepEvent(sequence.request_id, finished=True, error=error,
+                                       prompt_tokens=sequence.prompt_length, completion_tokens=sequence.generated))
+
+    def _fail_all(self, error: EngineError) -> None:
+        for sequence in list(self._live.values()):
+            self._fail(sequence, error)
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence)
+
+    def _note_rate(self, made: int) -> None:
+        now = time.monotonic()
+        self._rate.append((now, made))
+        while self._rate and now - self._rate[0][0] > RATE_WINDOW:
+            self._rate.popleft()
+
+
+def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Every end-of-sequence id named by generation_config.json, config.json or the tokenizer."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config):
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    if tokenizer is not None and tokenizer.eos_id is not None:
+        found.add(tokenizer.eos_id)
+    return frozenset(found)
+

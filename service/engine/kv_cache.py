@@ -1,0 +1,79 @@
+"""Paged KV cache: a pool of blocks, a free list, and the object transformers' attention calls as its cache."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+TRASH_BLOCK = 0  # padding tokens write here; never given to a sequence
+
+
+class BlockPool:
+    """Free list of block numbers 1..blocks; the lowest free number goes first, so memory stays dense."""
+
+    def __init__(self, blocks: int) -> None:
+        self.total = blocks
+        self._free = list(range(1, blocks + 1))
+        self._used: set[int] = set()
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be allocated now."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Blocks held by sequences."""
+        return len(self._used)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks, or None (and no change) when there are fewer."""
+        if count > len(self._free):
+            return None
+        taken = [heapq.heappop(self._free) for _ in range(count)]
+        self._used.update(taken)
+        return taken
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give blocks back; releasing a block twice is a bug and raises."""
+        for block in blocks:
+            self._used.remove(block)
+            heapq.heappush(self._free, block)
+
+
+class PagedKV:
+    """Keys and values of all layers, [layers, blocks + 1, block, kv_heads, head_dim] each, zero at the start.
+
+    `update` is the one method transformers' attention modules call: it writes this step's keys and values to the
+    slots of the current plan and returns them unchanged, because `service.attention` reads the pool itself.
+    """
+
+    def __init__(self, layers: int, blocks: int, block: int, heads: int, head_dim: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.block, self.heads, self.head_dim, self.dtype, self.device = block, heads, head_dim, dtype, device
+        shape = (layers, blocks + 1, block, heads, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        row = heads * head_dim
+        # Views made once: indexing a tensor costs microseconds, and there are layers x steps of them.
+        self._k_slots = [layer.view(-1, row) for layer in self.k]
+        self._v_slots = [layer.view(-1, row) for layer in self.v]
+        self.k_blocks = [layer.view(blocks + 1, -1) for layer in self.k]
+        self.v_blocks = [layer.view(blocks + 1, -1) for layer in self.v]
+        self.slots: Tensor | None = None  # int64 [T], set by the runner before each forward
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Store key and value [1, kv_heads, T, head_dim] of the packed tokens."""
+        tokens = key.shape[2]
+        self._k_slots[layer_idx].index_copy_(0, self.slots, key.transpose(1, 2).reshape(tokens, -1))
+        self._v_slots[layer_idx].index_copy_(0, self.slots, value.transpose(1, 2).reshape(tokens, -1))
+        return key, value
+
+    def zero(self, blocks: list[int]) -> None:
+        """Wipe blocks that may hold NaN: attention multiplies masked values by 0, and 0 x NaN is NaN."""
+        index = torch.tensor(blocks, device=self.device)
+        self.k.index_fill_(1, index, 0)
+        self.v.index_fill_(1, index, 0)

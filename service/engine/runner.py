@@ -1,0 +1,99 @@
+"""Runs transformers' own model on packed batches and turns chosen rows into logits."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from service import attention
+from service.engine.batch import Batch, pack
+from service.engine.kv_cache import PagedKV
+from service.engine.routing import RoutingTap
+from service.engine.scheduler import Chunk
+
+ROW_MULTIPLE = 8  # rows given to the output head: few shapes to compile, and FP32 rows are bit-equal from 8 on
+
+
+class Loaded(Protocol):
+    """What the engine needs of `moe_kernels.hf.LoadedModel`."""
+
+    model: Any
+    config: Any
+
+
+class ModelRunner:
+    """The model, its KV pool and the attention tiles that fit it."""
+
+    def __init__(self, loaded: Loaded, blocks: int, block: int) -> None:
+        model = loaded.model
+        attention.register()
+        if model.config._attn_implementation != attention.NAME:
+            model.set_attn_implementation(attention.NAME)
+        self.model = model
+        config = model.config
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self.dtype = model.model.layers[0].self_attn.k_proj.weight.dtype
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        self.vocab = config.vocab_size
+        self.block = block
+        self.per_kv = heads // kv_heads
+        self.tiles = attention.choose_tiles(kv_heads, self.per_kv, head_dim, self.dtype, block, self.device.type)
+        self.kv = PagedKV(config.num_hidden_layers, blocks, block, kv_heads, head_dim, self.dtype, self.device)
+        self.routing = RoutingTap(model)
+        # transformers 5.24 renamed `past_key_values` to `cache` everywhere.
+        names = inspect.signature(inspect.unwrap(type(model.model.layers[0]).forward)).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
+
+    def pack(self, chunks: list[Chunk]) -> Batch:
+        """Flat tensors for a step."""
+        return pack(chunks, self.block, self.per_kv, self.tiles, self.device)
+
+    def hidden(self, batch: Batch, capture: AbstractContextManager[Any] | None = None) -> Tensor:
+        """Final hidden states [T, hidden] of all packed rows, padding included; writes the KV pool."""
+        self.kv.slots = batch.slots
+        context = attention.PagedContext(self.kv, batch.attention)
+        with capture or nullcontext():
+            out = self.model.model(
+                input_ids=batch.ids, position_ids=batch.positions, use_cache=True, paged=context,
+                **{self._cache_name: self.kv},
+            )
+        return out.last_hidden_state[0]
+
+    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """FP32 logits [R, vocab] of the chosen rows (all when None)."""
+        picked = hidden if rows is None else hidden.index_select(0, rows)
+        count = picked.shape[0]
+        missing = -count % ROW_MULTIPLE
+        if missing:
+            picked = torch.cat([picked, picked[-1:].expand(missing, -1)])
+        return self.model.lm_head(picked)[:count].float()
+
+    def first_bad_layer(self, chunk: Chunk) -> str:
+        """Recompute a sequence's tokens and name the first module whose output is not finite."""
+        found: list[str] = []
+
+        def watch(name: str) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                tensor = output[0] if isinstance(output, tuple) else output
+                if not found and not torch.isfinite(tensor[:, : chunk.count]).all():
+                    found.append(name)
+            return hook
+
+        watched: list[tuple[str, nn.Module]] = [("model.embed_tokens", self.model.model.embed_tokens)]
+        for index, layer in enumerate(self.model.model.layers):
+            watched += [(f"model.layers.{index}.{part}", getattr(layer, part))
+                        for part in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")]
+        watched.append(("model.norm", self.model.model.norm))
+        handles = [module.register_forward_hook(watch(name)) for name, module in watched]
+        try:
+            self.hidden(self.pack([chunk]))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found[0] if found else "lm_head"

@@ -1,0 +1,62 @@
+"""One request's state inside the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from service.engine.text import TextStream
+from service.engine.types import GenerationRequest, SamplingParams, StepEvent, TokenOutput
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Token ids chasing their KV: there are no prefill and decode phases, only `computed` behind `len(ids)`."""
+
+    request: GenerationRequest
+    sink: Callable[[StepEvent], None]
+    every_step: bool
+    seed: int
+    text: TextStream
+    arrival: int
+    ids: list[int]
+    computed: int = 0  # tokens whose keys and values are in the cache
+    checked: int = 0  # `computed` when its logits were last seen to be finite
+    blocks: list[int] = field(default_factory=list)
+    outputs: list[TokenOutput] = field(default_factory=list)
+    delivered: int = 0  # outputs already sent to the sink
+    pending_text: str = ""  # text not yet sent (only when events are not sent every step)
+    prompt_logprobs: list[TokenOutput | None] | None = None
+    routing: Tensor | None = None
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+    @property
+    def request_id(self) -> str:
+        """The caller's name for it."""
+        return self.request.request_id
+
+    @property
+    def params(self) -> SamplingParams:
+        """Its sampling parameters."""
+        return self.request.params
+
+    @property
+    def prompt_length(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled so far."""
+        return len(self.ids) - self.prompt_length
+
+    @property
+    def wants_prompt_rows(self) -> bool:
+        """Whether some prompt token's log-probability is still missing."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length
