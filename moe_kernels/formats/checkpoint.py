@@ -86,6 +86,10 @@ class Checkpoint:
         """Stored tensors of one layer's experts, [expert][projection], for tools that look at files."""
         return self._experts(layer)
 
+    def read(self, info: TensorInfo) -> Tensor:
+        """A copy of one stored tensor as it is, unchecked: for copying files."""
+        return self._reader.read(info).clone()
+
     def tensor_table(self) -> list[TensorInfo]:
         """Every stored tensor: name, dtype, shape, file and bytes; MTP and ignored ones included."""
         modules = [*self.layout.modules.values(), *expert_modules(self.layout)]

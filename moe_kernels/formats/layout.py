@@ -37,6 +37,7 @@ class Layout:
     """Every tensor of a checkpoint in its place."""
 
     modules: dict[str, StoredModule] = field(default_factory=dict)  # by tensor name; everything but routed experts
+    linears: set[str] = field(default_factory=set)  # names in `modules` of weights that may be quantised
     experts: dict[int, list[dict[str, StoredModule]]] = field(default_factory=dict)  # [layer][expert][projection]
     format: WeightFormat = "bf16"  # of the routed experts
     mtp: list[TensorInfo] = field(default_factory=list)
@@ -59,7 +60,11 @@ def match(
     for name, shape, row in architecture.expected(config):
         if row.optional and name not in rest:
             continue
-        layout.modules[name] = matcher.linear(name, shape) if row.kind == "linear" else matcher.plain(name, shape)
+        if row.kind == "linear":
+            layout.linears.add(name)
+            layout.modules[name] = matcher.linear(name, shape)
+        else:
+            layout.modules[name] = matcher.plain(name, shape)
     shapes = architecture.expert_shapes(config)
     count = architecture.routing(config).num_experts
     template = architecture.expert + ".weight"

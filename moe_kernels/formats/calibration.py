@@ -1,0 +1,94 @@
+"""NVFP4 `input_scale`: from the largest activations seen in a calibration run, or a default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_kernels.errors import CheckpointError
+from moe_kernels.formats.checkpoint import Checkpoint
+from moe_kernels.quant import nvfp4
+from moe_kernels.records import ExpertWeights
+
+# 2^-4: activations up to 6 * 448 / 16 = 168 do not saturate, and groups down to an amax of 6 * 2^-6 / 16 = 0.006
+# have a block scale of full precision (E4M3 normal numbers). Saturation ruins a model, small values lost to a coarse
+# block scale hardly show, so the default leaves room above. Calibrate where it matters.
+DEFAULT_INPUT_SCALE = 2.0**-4
+
+
+@dataclass(frozen=True)
+class InputScales:
+    """Largest absolute inputs per MoE layer: `amax[layer] = (of gate and up [E], of down [E])`, FP32.
+
+    Stored in a safetensors file as `model.layers.{layer}.mlp.experts.w13_input_amax` and `.w2_input_amax`.
+    An expert that no token reached (amax 0) takes the largest of its layer.
+    """
+
+    amax: Mapping[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path | None, source: Checkpoint) -> InputScales:
+        """Read and check a calibration file for `source`; no path means the default scale everywhere."""
+        if path is None:
+            return cls()
+        try:
+            stored = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"calibration file '{path}' cannot be read ({error}); run --calibrate") from None
+        amax = {}
+        for layer in source.moe_layers:
+            pair = []
+            for part in ("w13", "w2"):
+                name = _name(layer, part)
+                value = stored.pop(name, None)
+                if value is None or tuple(value.shape) != (source.shape.num_experts,):
+                    found = "no tensor" if value is None else f"shape {list(value.shape)}"
+                    raise CheckpointError(
+                        f"calibration file '{path}': '{name}' must have shape [{source.shape.num_experts}], found "
+                        f"{found}; it belongs to another model"
+                    )
+                value = value.float()
+                if not bool(torch.isfinite(value).all()) or float(value.min()) < 0:
+                    raise CheckpointError(f"calibration file '{path}': '{name}' must be finite and not negative")
+                pair.append(value)
+            amax[layer] = (pair[0], pair[1])
+        if stored:
+            raise CheckpointError(f"calibration file '{path}': '{min(stored)}' is not expected in this model")
+        return cls(amax)
+
+    def save(self, path: str | Path) -> None:
+        """Write the file that `load` reads."""
+        tensors = {}
+        for layer, (wide, down) in self.amax.items():
+            tensors[_name(layer, "w13")], tensors[_name(layer, "w2")] = wide, down
+        save_file(tensors, path)
+
+    def apply(self, record: ExpertWeights, layer: int) -> None:
+        """Set the record's input scales (NVFP4 only)."""
+        if record.format != "nvfp4":
+            return
+        e = record.num_experts
+        if layer not in self.amax:
+            record.w13_input_scale = torch.full((e, 2), DEFAULT_INPUT_SCALE)
+            record.w2_input_scale = torch.full((e,), DEFAULT_INPUT_SCALE)
+            return
+        wide, down = (_scales(amax) for amax in self.amax[layer])
+        record.w13_input_scale = wide.unsqueeze(-1).expand(e, 2).contiguous()
+        record.w2_input_scale = down
+
+
+def _scales(amax: Tensor) -> Tensor:
+    largest = amax.max()
+    if float(largest) == 0:
+        return torch.full_like(amax, DEFAULT_INPUT_SCALE)
+    return nvfp4.scale_from_amax(torch.where(amax > 0, amax, largest))
+
+
+def _name(layer: int, part: str) -> str:
+    return f"model.layers.{layer}.mlp.experts.{part}_input_amax"
