@@ -66,7 +66,7 @@ def quantize(
     if format not in _WRITTEN:
         raise FormatError(f"cannot write format '{format}'; choose one of: {', '.join(_WRITTEN)}")
     if source.format == format:
-        raise FormatError(f"the routed experts of '{src}' are {format} already ({source.scheme.label}); use it as it is")
+        raise FormatError(f"routed experts of '{src}' are {format} already ({source.scheme.label}): use it as it is")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"'{dst}' exists already: give a new folder, nothing is overwritten")
     if source.scheme.format != "bf16" and format != "bf16":
