@@ -65,7 +65,7 @@ class Fp8TritonLayer(MoELayer):
 
     def gemm_config(self, tokens: int) -> GemmConfig:
         """The launch parameters used for `tokens` rows."""
-        return self.override or lookup(self.shape, tokens, "fp8", self.device_name, self.sm)
+        return self.override or lookup(self.shape, tokens, self.device_name, self.sm)
 
     def routing_bias(self) -> Tensor | None:
         """The bias as the routing kernel gets it; with `bias=bf16` the cast is a launch, as it was."""

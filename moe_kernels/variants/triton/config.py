@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from moe_kernels.records import MoEShape
 
@@ -34,6 +35,33 @@ class GemmConfig:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class NvFp4Config:
+    """Launch parameters of the NVFP4 grouped GEMMs: weights are always on the tensor core's M side."""
+
+    block_m: int
+    block_n1: int
+    warps1: int
+    stages1: int
+    block_n2: int
+    warps2: int
+    stages2: int
+
+    def to_json(self) -> dict[str, object]:
+        """The fields as a dict."""
+        return asdict(self)
+
+
+def default_nvfp4_config(shape: MoEShape, tokens: int) -> NvFp4Config:
+    """The rule for untuned shapes."""
+    rows = tokens * shape.top_k / shape.num_experts
+    if rows <= 8:
+        return NvFp4Config(16, 64, 4, 4, 64, 4, 4)
+    if rows <= 48:
+        return NvFp4Config(32, 64, 4, 4, 128, 4, 4)
+    return NvFp4Config(64, 128, 8, 3, 128, 8, 3)
+
+
 def default_config(shape: MoEShape, tokens: int, sm: int = 90) -> GemmConfig:
     """The rule for untuned shapes: by the mean number of rows an expert gets."""
     rows = tokens * shape.top_k / shape.num_experts
@@ -57,17 +85,26 @@ def table_name(shape: MoEShape, weight_format: str, device: str) -> str:
 
 
 @lru_cache(maxsize=64)
-def _table(name: str) -> tuple[tuple[int, GemmConfig], ...]:
+def _table(name: str, kind: type) -> tuple[tuple[int, Any], ...]:
     path = CONFIGS / name
     if not path.is_file():
         return ()
     entries = json.loads(path.read_text())["configs"]
-    return tuple(sorted((int(tokens), GemmConfig(**fields)) for tokens, fields in entries.items()))
+    return tuple(sorted(((int(tokens), kind(**fields)) for tokens, fields in entries.items()), key=lambda e: e[0]))
 
 
-def lookup(shape: MoEShape, tokens: int, weight_format: str, device: str, sm: int) -> GemmConfig:
-    """The tuned entry whose token count is nearest on a log scale, or the rule's."""
-    table = _table(table_name(shape, weight_format, device))
-    if not table:
-        return default_config(shape, tokens, sm)
+def _nearest(table: tuple[tuple[int, Any], ...], tokens: int) -> Any:
+    """The entry whose token count is nearest on a log scale."""
     return min(table, key=lambda entry: max(entry[0], tokens) / max(1, min(entry[0], tokens)))[1]
+
+
+def lookup(shape: MoEShape, tokens: int, device: str, sm: int) -> GemmConfig:
+    """The tuned FP8 entry for the nearest token count, or the rule's."""
+    table = _table(table_name(shape, "fp8", device), GemmConfig)
+    return _nearest(table, tokens) if table else default_config(shape, tokens, sm)
+
+
+def lookup_nvfp4(shape: MoEShape, tokens: int, device: str, sm: int) -> NvFp4Config:
+    """The tuned NVFP4 entry for the nearest token count, or the rule's."""
+    table = _table(table_name(shape, "nvfp4", device), NvFp4Config)
+    return _nearest(table, tokens) if table else default_nvfp4_config(shape, tokens)
