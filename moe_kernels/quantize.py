@@ -18,7 +18,7 @@ from torch import Tensor
 from moe_kernels import __version__
 from moe_kernels.errors import CheckpointError, FormatError
 from moe_kernels.formats import Checkpoint, dequantize, open_checkpoint
-from moe_kernels.formats.calibration import DEFAULT_INPUT_SCALE, InputScales
+from moe_kernels.formats.calibration import DEFAULT_INPUT_SCALE, DEFAULT_INTERMEDIATE_SCALE, InputScales
 from moe_kernels.formats.layout import StoredModule
 from moe_kernels.formats.writer import ShardWriter
 from moe_kernels.quant import fp8, nvfp4
@@ -31,7 +31,7 @@ __all__ = ["dequantize", "quantize", "quantize_record"]
 Only = Literal["experts", "linears"]
 MAX_SHARD_BYTES = 4 << 30
 # Raised whenever the bytes that quantize() writes for the same source change, so that caches are remade.
-QUANTIZER_VERSION = 1
+QUANTIZER_VERSION = 2
 _WRITTEN = ("bf16", "fp8", "nvfp4")
 # Everything but weights and their index is copied: tokenizer, generation config, chat template, licence.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
@@ -57,8 +57,8 @@ def quantize(
 
     NVFP4: every expert's gate, up and down projection has its own `weight_scale_2` = amax / (6 * 448).
     `calibration` (a safetensors file, see `formats.calibration`) gives the largest activations seen, from which
-    `input_scale` = amax / (6 * 448) per expert; without it every input_scale is 2^-4 (see
-    `formats.calibration.DEFAULT_INPUT_SCALE` for why). Format BF16 dequantises (FP32 product, rounded once).
+    `input_scale` = amax / (6 * 448) per expert; without it input_scale is 1/4 for gate and up and 1 for down (why:
+    `formats.calibration.DEFAULT_INPUT_SCALE`). Format BF16 dequantises (FP32 product, rounded once).
 
     Raises CheckpointError for a bad source or an existing `dst`, FormatError for a format that is not written.
     """
@@ -157,7 +157,7 @@ def _plain_tensors(
                 scale_2 = nvfp4.global_scale(weight)
                 packed, scale = nvfp4.quantize(weight, scale_2, name=name)
                 yield from ((name, packed), (f"{name}_scale", scale), (f"{name}_scale_2", scale_2))
-                yield f"{module}.input_scale", torch.tensor(DEFAULT_INPUT_SCALE)
+                yield f"{module}.input_scale", torch.tensor(DEFAULT_INTERMEDIATE_SCALE if module.endswith("down_proj") else DEFAULT_INPUT_SCALE)
             continue
         if len(stored.shape) == 2 and name.endswith(".weight") and "embed_tokens" not in name:
             kept.append(name.removesuffix(".weight"))
