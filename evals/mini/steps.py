@@ -96,8 +96,8 @@ class Checked:
 def check(answer: str) -> Checked:
     """Check a whole solution; raises StepError naming the first line that is wrong.
 
-    Every line but the last holds exactly one step, its value is the expression's, the running text repeats both, and the
-    last line is `#### value` with the value of the last step.
+    Every line but the last holds exactly one step, its value is the expression's, the running text repeats both, and
+    the last line is `#### value` with the value of the last step.
     """
     *lines, last = answer.split("\n")
     expressions: list[str] = []

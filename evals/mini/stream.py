@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,8 @@ def _mark(ids: list[int], kind: int) -> list[int]:
 
 def completion_document(encoder: Encoder, problem: Problem) -> list[int]:
     """`Question: …\\nAnswer: …#### N<|endoftext|>`."""
-    return (
-        _mark(encoder.encode(prompt(problem.question)), QUESTION) + encoder.encode(f" {problem.answer}") + [END | ANSWER]
-    )
+    question = _mark(encoder.encode(prompt(problem.question)), QUESTION)
+    return question + encoder.encode(f" {problem.answer}") + [END | ANSWER]
 
 
 def chat_document(encoder: Encoder, problem: Problem) -> list[int]:
@@ -140,7 +139,7 @@ def _work(job: tuple[int, int, int, int]) -> np.ndarray:
     return batch(*job)
 
 
-def batches(seed: int, first: int, last: int, rows: int, length: int, workers: int) -> Iterator[np.ndarray]:
+def batches(seed: int, first: int, last: int, rows: int, length: int, workers: int) -> Generator[np.ndarray, None, None]:
     """The batches of steps first..last-1 in order, made ahead by `workers` processes (0: made here)."""
     jobs = ((seed, step, rows, length) for step in range(first, last))
     if workers == 0:

@@ -1,0 +1,314 @@
+"""The training forward of a small GLM-4-MoE: FP32 master weights, BF16 matrix products, dropless grouped experts.
+
+The architecture is `transformers`' Glm4MoeForCausalLM (tests compare their logits): pre-norm blocks, grouped-query
+attention with biased q/k/v, per-head q/k RMSNorm, RoPE on half of each head, one dense layer, then sigmoid-routed
+experts (selection by score + bias, weights by score, normalised and scaled) beside a shared expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BIAS_OFFSET = 6.94  # GLM-5.2 publishes e_score_correction_bias in [6.82, 7.06]; selection does not depend on the offset
+BIAS_LIMIT = 0.12  # and so the trained bias stays within ±0.12 of its centre
+GROUP_ALIGN = 16  # rows of each expert's group are padded to this many: 16-byte aligned for grouped BF16 products
+
+
+@dataclass(frozen=True)
+class MiniConfig:
+    """Sizes of the model; the defaults are the shipped one (19.5 M parameters, about 4.9 M active a token)."""
+
+    vocab: int = 1024
+    hidden: int = 256
+    layers: int = 6
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    dense_intermediate: int = 768
+    experts: int = 32
+    top_k: int = 4
+    moe_intermediate: int = 128
+    scaling: float = 2.5
+    rope_theta: float = 10_000.0
+    partial_rotary: float = 0.5
+    eps: float = 1e-5
+    max_positions: int = 2048
+
+
+TOY = MiniConfig(hidden=128, layers=3, heads=4, kv_heads=2, head_dim=32, dense_intermediate=256, experts=8, top_k=2)
+
+
+def compiled(function: Callable[..., Any], enabled: bool) -> Callable[..., Any]:
+    """`torch.compile` of a pure function where asked, else the function itself."""
+    backend = os.environ.get("MINI_COMPILE_BACKEND", "inductor")
+    return torch.compile(function, dynamic=False, backend=backend) if enabled else function
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension in FP32, result in x's dtype."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+def rope_tables(config: MiniConfig, length: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """cos and sin, FP32 [length, rotary/2]."""
+    rotary = int(config.head_dim * config.partial_rotary)
+    inverse = config.rope_theta ** (-torch.arange(0, rotary, 2, device=device, dtype=torch.float32) / rotary)
+    angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), inverse)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest.to(cos.dtype)), -1).to(x.dtype)
+
+
+def attention_block(x: Tensor, p: dict[str, Tensor], cos: Tensor, sin: Tensor, config: MiniConfig) -> Tensor:
+    """x + attention(norm(x)); x BF16 (or FP32 on a CPU) [B, T, H]."""
+    rows, length, _ = x.shape
+    d, dtype = config.head_dim, x.dtype
+    h = rms_norm(x, p["ln1"], config.eps)
+    q = F.linear(h, p["q"].to(dtype), p["q_b"].to(dtype)).view(rows, length, config.heads, d)
+    k = F.linear(h, p["k"].to(dtype), p["k_b"].to(dtype)).view(rows, length, config.kv_heads, d)
+    v = F.linear(h, p["v"].to(dtype), p["v_b"].to(dtype)).view(rows, length, config.kv_heads, d)
+    q = _rotate(rms_norm(q, p["q_norm"], config.eps).transpose(1, 2), cos, sin)
+    k = _rotate(rms_norm(k, p["k_norm"], config.eps).transpose(1, 2), cos, sin)
+    group = config.heads // config.kv_heads
+    k, v = k.repeat_interleave(group, 1), v.transpose(1, 2).repeat_interleave(group, 1)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return x + F.linear(out.transpose(1, 2).reshape(rows, length, -1), p["o"].to(dtype))
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The plain gated MLP."""
+    dtype = x.dtype
+    return F.linear(F.silu(F.linear(x, gate.to(dtype))) * F.linear(x, up.to(dtype)), down.to(dtype))
+
+
+def dense_block(x: Tensor, p: dict[str, Tensor], config: MiniConfig) -> Tensor:
+    """x + MLP(norm(x))."""
+    return x + swiglu(rms_norm(x, p["ln2"], config.eps), p["gate"], p["up"], p["down"])
+
+
+def route(x: Tensor, p: dict[str, Tensor], bias: Tensor, config: MiniConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised input [T, H], chosen experts int64 [T, k], weights FP32 [T, k] (all arithmetic FP32)."""
+    h = rms_norm(x, p["ln2"], config.eps).flatten(0, 1)
+    scores = torch.sigmoid(h.float() @ p["router"].t())
+    ids = torch.topk(scores.detach() + bias, config.top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(1, ids)
+    return h, ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * config.scaling
+
+
+def add_shared(x: Tensor, h: Tensor, routed: Tensor, p: dict[str, Tensor]) -> Tensor:
+    """x + routed experts + shared expert."""
+    return x + (routed + swiglu(h, p["s_gate"], p["s_up"], p["s_down"])).view_as(x)
+
+
+def activate(h: Tensor, weights: Tensor) -> Tensor:
+    """silu(gate) * up * routing weight, on rows [gate; up] of width 2I."""
+    gate, up = h.chunk(2, -1)
+    return (F.silu(gate.float()) * up.float() * weights[:, None]).to(h.dtype)
+
+
+def head_loss(x: Tensor, norm: Tensor, head: Tensor, targets: Tensor, weights: Tensor, eps: float) -> Tensor:
+    """Weighted mean cross entropy over the vocabulary; targets int64 [N], weights FP32 [N]."""
+    logits = F.linear(rms_norm(x, norm, eps).flatten(0, 1), head.to(x.dtype)).float()
+    loss = F.cross_entropy(logits, targets, reduction="none")
+    return (loss * weights).sum() / weights.sum()
+
+
+@dataclass
+class Plan:
+    """Where each (token, choice) sits among rows grouped by expert and padded; all int64 but `ends` int32."""
+
+    source: Tensor  # [R] token of each grouped row; T (a zero row) for padding
+    place: Tensor  # [T*k] grouped row of each (token, choice)
+    ends: Tensor  # [E] end of each expert's group; the last one's takes the unused tail
+    counts: Tensor  # [E] true loads
+
+
+def plan_groups(ids: Tensor, experts: int) -> Plan:
+    """Group the choices ids [T, k] by expert with no synchronisation and a fixed number of rows."""
+    tokens, k = ids.shape
+    flat = ids.flatten()
+    order = torch.argsort(flat, stable=True)
+    counts = F.one_hot(flat, experts).sum(0) if flat.device.type == "cpu" else torch.bincount(flat, minlength=experts)
+    padded = (counts + GROUP_ALIGN - 1) // GROUP_ALIGN * GROUP_ALIGN
+    ends = padded.cumsum(0)
+    starts = ends - padded
+    first = counts.cumsum(0) - counts
+    total = tokens * k + experts * GROUP_ALIGN
+    by_expert = flat[order]
+    rows = torch.arange(tokens * k, device=ids.device) - first[by_expert] + starts[by_expert]
+    source = torch.full((total,), tokens, dtype=torch.int64, device=ids.device)
+    source[rows] = order // k
+    place = torch.empty_like(order)
+    place[order] = rows
+    ends = torch.cat((ends[:-1], ends.new_full((1,), total)))
+    return Plan(source, place, ends.to(torch.int32), counts)
+
+
+class _Dispatch(torch.autograd.Function):
+    """x [T, H] to grouped rows [R, H]. Gathers only, forward and backward, so that results are deterministic."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.tokens = x.shape[0]
+        return torch.cat((x, x.new_zeros(1, x.shape[1])))[source]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (place,) = ctx.saved_tensors
+        return grad[place].view(ctx.tokens, -1, grad.shape[1]).sum(1), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Grouped rows [R, H] to sums over each token's choices [T, H]: the transpose of _Dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, source: Tensor, place: Tensor, tokens: int) -> Tensor:
+        ctx.save_for_backward(source)
+        return y[place].view(tokens, -1, y.shape[1]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (source,) = ctx.saved_tensors
+        return torch.cat((grad, grad.new_zeros(1, grad.shape[1])))[source], None, None, None
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [R, K] by weight [E, N, K], group by group: a grouped product on CUDA, a loop elsewhere."""
+    if x.is_cuda:
+        return torch._grouped_mm(x, weight.to(x.dtype).transpose(-2, -1), offs=ends)
+    edges = [0, *ends.tolist()]
+    return torch.cat([F.linear(x[a:b], weight[e].to(x.dtype)) for e, (a, b) in enumerate(itertools.pairwise(edges))])
+
+
+class MiniNetwork(nn.Module):
+    """Parameters and the loss. `biases` (FP32 [E] a MoE layer) are centred on 0 here; export adds BIAS_OFFSET."""
+
+    def __init__(self, config: MiniConfig, *, compile_blocks: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        c = config
+        qd, kd = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "head": (c.vocab, c.hidden), "norm": (c.hidden,)}
+        for i in range(c.layers):
+            block: dict[str, tuple[int, ...]] = {
+                "ln1": (c.hidden,), "ln2": (c.hidden,), "q_norm": (c.head_dim,), "k_norm": (c.head_dim,),
+                "q": (qd, c.hidden), "k": (kd, c.hidden), "v": (kd, c.hidden), "o": (c.hidden, qd),
+                "q_b": (qd,), "k_b": (kd,), "v_b": (kd,),
+            }  # fmt: skip
+            if i == 0:
+                d = c.dense_intermediate
+                block |= {"gate": (d, c.hidden), "up": (d, c.hidden), "down": (c.hidden, d)}
+            else:
+                e, m = c.experts, c.moe_intermediate
+                block |= {
+                    "router": (e, c.hidden), "w1": (e, m, c.hidden), "w3": (e, m, c.hidden), "w2": (e, c.hidden, m),
+                    "s_gate": (m, c.hidden), "s_up": (m, c.hidden), "s_down": (c.hidden, m),
+                }  # fmt: skip
+            shapes |= {f"layers_{i}_{name}": shape for name, shape in block.items()}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+        self.register_buffer("biases", torch.zeros(c.layers - 1, c.experts))
+        self.blocks = [
+            {n[len(start) :]: p for n, p in self.named_parameters() if n.startswith(start)}
+            for start in (f"layers_{i}_" for i in range(c.layers))
+        ]  # the parameters themselves, by layer and short name
+        self.attention = compiled(attention_block, compile_blocks)
+        self.dense = compiled(dense_block, compile_blocks)
+        self.router = compiled(route, compile_blocks)
+        self.activation = compiled(activate, compile_blocks)
+        self.finish = compiled(add_shared, compile_blocks)
+        self.loss = compiled(head_loss, compile_blocks)
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Random weights from a seed, drawn on the CPU so that every device starts alike."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            kind = name.rsplit("_", 1)[-1]
+            if p.ndim == 1:
+                p.copy_(torch.zeros(p.shape) if kind == "b" else torch.ones(p.shape))
+                continue
+            std = {"embed": 0.3, "head": 0.02, "router": 0.02}.get(kind, 1 / math.sqrt(p.shape[-1]))
+            if kind in ("o", "down", "w2"):
+                std /= math.sqrt(2 * self.config.layers)
+            p.copy_(torch.randn(p.shape, generator=generator) * std)
+        self.biases.zero_()  # type: ignore[operator]
+
+    def hidden_states(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Last hidden states [B, T, H] before the final norm, and expert loads int64 [MoE layers, E]."""
+        c = self.config
+        cos, sin = rope_tables(c, tokens.shape[1], tokens.device)
+        x = F.embedding(tokens, self.embed).to(dtype)
+        loads = []
+        for i in range(c.layers):
+            p = self.blocks[i]
+            attn = {k: p[k] for k in ("ln1", "q", "q_b", "k", "k_b", "v", "v_b", "o", "q_norm", "k_norm")}
+            x = self.attention(x, attn, cos, sin, c)
+            if i == 0:
+                x = self.dense(x, {k: p[k] for k in ("ln2", "gate", "up", "down")}, c)
+                continue
+            h, ids, weights = self.router(x, {k: p[k] for k in ("ln2", "router")}, self.biases[i - 1], c)  # type: ignore[index]
+            plan = plan_groups(ids, c.experts)
+            grouped = _Dispatch.apply(h, plan.source, plan.place)
+            both = grouped_linear(grouped, torch.cat((p["w1"], p["w3"]), 1), plan.ends)
+            scale = _Scatter.apply(weights.flatten(), plan.place, both.shape[0])
+            out = grouped_linear(self.activation(both, scale), p["w2"], plan.ends)
+            routed = _Combine.apply(out, plan.source, plan.place, h.shape[0])
+            x = self.finish(x, h, routed, {k: p[k] for k in ("s_gate", "s_up", "s_down")})
+            loads.append(plan.counts)
+        return x, torch.stack(loads)
+
+    def forward(self, tokens: Tensor, targets: Tensor, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Loss (scalar) and expert loads."""
+        x, loads = self.hidden_states(tokens, dtype)
+        return self.loss(x, self.norm, self.head, targets.flatten(), weights.flatten(), self.config.eps), loads
+
+    def logits(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        """Logits FP32 [B, T, V]."""
+        x, _ = self.hidden_states(tokens, dtype)
+        return F.linear(rms_norm(x, self.norm, self.config.eps), self.head.to(dtype)).float()
+
+    @torch.no_grad()
+    def balance(self, loads: Tensor, rate: float) -> None:
+        """Auxiliary-loss-free balancing: `rate` up for under-loaded experts, down for the others, then re-centre."""
+        mean = loads.float().mean(1, keepdim=True)
+        updated = self.biases + rate * torch.sign(mean - loads.float())  # type: ignore[operator]
+        updated -= updated.mean(1, keepdim=True)
+        self.biases.copy_(updated.clamp(-BIAS_LIMIT, BIAS_LIMIT))  # type: ignore[operator]
+
+
+class _Scatter(torch.autograd.Function):
+    """Routing weights [T*k] to their grouped rows [R], zero on padding rows."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, place: Tensor, rows: int) -> Tensor:
+        ctx.save_for_backward(place)
+        out = weights.new_zeros(rows)
+        out[place] = weights
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (place,) = ctx.saved_tensors
+        return grad[place], None, None
+
+
+def config_dict(config: MiniConfig) -> dict[str, Any]:
+    """The sizes as plain JSON."""
+    return dataclasses.asdict(config)
