@@ -70,7 +70,7 @@ class RunOptions:
     def check(self) -> None:
         """Refuse combinations that cannot mean anything."""
         if self.arms[0].name != BASELINE or len(self.arms) < 2:
-            raise UsageError("give one --baseline (or --baseline-url) and at least one --candidate (or --candidate-url)")
+            raise UsageError("give one --baseline or --baseline-url, and at least one --candidate or --candidate-url")
         if any(a.variant for a in self.arms) and not self.model:
             raise UsageError("--model PATH is needed to start a server for a variant; or give a URL for every arm")
         if self.repeats < 1:
