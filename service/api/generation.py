@@ -17,7 +17,7 @@ class EngineLike(Protocol):
 
     @property
     def healthy(self) -> bool: ...
-    def submit(self, request: GenerationRequest, sink: Sink) -> None: ...
+    def submit(self, request: GenerationRequest, sink: Sink, *, every_step: bool = True) -> None: ...
     def cancel(self, request_id: str) -> None: ...
     def stats(self) -> EngineStats: ...
     def stop(self, drain_seconds: float = 0.0) -> None: ...
@@ -57,7 +57,10 @@ class Mailbox:
 class Generation:
     """The sequences of one HTTP request; its owner must `cancel` when it stops reading early."""
 
-    def __init__(self, engine: EngineLike, mailbox: Mailbox, requests: Sequence[GenerationRequest]) -> None:
+    def __init__(
+        self, engine: EngineLike, mailbox: Mailbox, requests: Sequence[GenerationRequest], every_step: bool = True
+    ) -> None:
+        self._every_step = every_step  # False: one event a sequence, when it ends
         self._engine = engine
         self._mailbox = mailbox
         self._requests = list(requests)
@@ -73,11 +76,14 @@ class Generation:
         for index, request in enumerate(self._requests):
             self._open.add(index)
             try:
-                self._engine.submit(request, lambda event, index=index: self._mailbox.post(self, index, event))  # type: ignore[misc]
+                self._engine.submit(request, self._sink(index), every_step=self._every_step)
             except EngineError:
                 self._open.discard(index)
                 self.cancel()
                 raise
+
+    def _sink(self, index: int) -> Sink:
+        return lambda event: self._mailbox.post(self, index, event)
 
     def cancel(self) -> None:
         """Give up every unfinished sequence; the engine frees their KV blocks at its next step."""

@@ -68,7 +68,7 @@ class Job:
             for i in range(count)
         ]
         assert service.mailbox is not None
-        self.generation = Generation(loaded.engine, service.mailbox, requests)
+        self.generation = Generation(loaded.engine, service.mailbox, requests, every_step=bool(body.stream))
 
     def prompt_of(self, index: int) -> EncodedPrompt:
         """The prompt of a sequence."""
@@ -93,7 +93,7 @@ class Job:
         try:
             async for index, event in self.generation.events():
                 if event.new_tokens:
-                    if track.first_token is None:
+                    if track.first_token is None and self.body.stream:  # otherwise all tokens come at once
                         track.first_token = time.monotonic()
                         self.service.metrics.first_token.labels(track.endpoint).observe(
                             track.first_token - track.started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hmac
 import logging
 import re
@@ -86,15 +87,12 @@ class Surround:
         key = self._service.settings.api_key
         if key is None or scope["path"] in _OPEN_PATHS:
             return
-        scheme, _, credentials = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "basic":  # browsers can only send the key like this, for the status page
-            try:
-                credentials = base64.b64decode(credentials).decode().partition(":")[2]
-            except (binascii.Error, UnicodeDecodeError):
-                credentials = ""
-        elif scheme.lower() != "bearer":
-            credentials = ""
-        if not hmac.compare_digest(credentials.strip().encode("utf-8", "replace"), key.encode()):
+        scheme, _, rest = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        credentials = rest.strip() if scheme.lower() == b"bearer" else b""
+        if scheme.lower() == b"basic":  # browsers can only send the key like this, for the status page
+            with contextlib.suppress(binascii.Error):
+                credentials = base64.b64decode(rest).partition(b":")[2]
+        if not hmac.compare_digest(credentials, key.encode()):
             challenge = "Basic" if scope["path"] == "/" else "Bearer"
             raise ApiError(
                 401,

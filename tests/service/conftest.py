@@ -92,39 +92,55 @@ class FakeServer:
         return httpx.Client(base_url=self.url, timeout=20, **kwargs)
 
 
+@pytest.fixture(scope="session")
+def _quick_server(byte_tokenizer: Tokenizer) -> Iterator[FakeServer]:
+    yield from _serve_fake(byte_tokenizer)
+
+
+@pytest.fixture
+def server(_quick_server: FakeServer) -> FakeServer:
+    """A server with default settings, shared by tests that change nothing about it; its records are emptied."""
+    engine = _quick_server.engine
+    assert not engine.live, "an earlier test left sequences in the engine"
+    engine.submitted.clear()
+    engine.cancelled.clear()
+    return _quick_server
+
+
+def _serve_fake(
+    tokenizer: Tokenizer,
+    settings: dict[str, Any] | None = None,
+    ready: bool = True,
+    max_model_len: int = 512,
+    timeouts: dict[str, float] | None = None,
+    **options: Any,
+) -> Iterator[FakeServer]:
+    engine = FakeEngine(tokenizer, **options)
+    names = {"model_name": "fake", "model_path": "/models/fake", "variant": "bf16/reference"}
+    service = Service(ApiSettings(**{**names, **(settings or {})}))
+    if ready:
+        vocab = len(tokenizer)
+        service.ready(Loaded(engine, tokenizer, PromptEncoder(tokenizer), max_model_len, vocab, FINGERPRINT))
+    server, thread, port = serve_in_thread(service, **(timeouts or {}))
+    yield FakeServer(f"http://127.0.0.1:{port}", engine, service)
+    engine.stop()
+    server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive(), "the server did not stop"
+
+
 @pytest.fixture
 def fake_server(byte_tokenizer: Tokenizer) -> Iterator[Callable[..., FakeServer]]:
     """`fake_server(settings={...}, tokenizer=..., **engine options)` starts a server in a thread."""
-    running: list[tuple[uvicorn.Server, threading.Thread, FakeEngine]] = []
+    running = []
 
-    def start(
-        settings: dict[str, Any] | None = None,
-        tokenizer: Tokenizer = byte_tokenizer,
-        ready: bool = True,
-        max_model_len: int = 512,
-        timeouts: dict[str, float] | None = None,
-        **options: Any,
-    ) -> FakeServer:
-        engine = FakeEngine(tokenizer, **options)
-        service = Service(
-            ApiSettings(
-                **{"model_name": "fake", "model_path": "/models/fake", "variant": "bf16/reference", **(settings or {})}
-            )
-        )
-        if ready:
-            service.ready(
-                Loaded(engine, tokenizer, PromptEncoder(tokenizer), max_model_len, len(tokenizer), FINGERPRINT)
-            )
-        server, thread, port = serve_in_thread(service, **(timeouts or {}))
-        running.append((server, thread, engine))
-        return FakeServer(f"http://127.0.0.1:{port}", engine, service)
+    def start(tokenizer: Tokenizer = byte_tokenizer, **options: Any) -> FakeServer:
+        running.append(_serve_fake(tokenizer, **options))
+        return next(running[-1])
 
     yield start
-    for server, thread, engine in running:
-        engine.stop()
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive(), "the server did not stop"
+    for one in running:
+        next(one, None)
 
 
 def serve_in_thread(service: Service, **timeouts: float) -> tuple[uvicorn.Server, threading.Thread, int]:

@@ -35,6 +35,22 @@ class _Sequence:
     ids: list[int] = field(default_factory=list)
 
 
+class _Gather:
+    """A sink that passes on one event only, with everything of the earlier ones."""
+
+    def __init__(self, sink: Callable[[StepEvent], None]) -> None:
+        self._sink, self._tokens, self._text, self._first = sink, [], "", None
+
+    def __call__(self, event: StepEvent) -> None:
+        self._first = self._first or event
+        self._tokens += event.new_tokens
+        self._text += event.text_delta
+        if event.finished:
+            event.new_tokens, event.text_delta = self._tokens, self._text
+            event.prompt_logprobs = self._first.prompt_logprobs
+            self._sink(event)
+
+
 class FakeEngine:
     """`script` (token ids) overrides what is generated; `fault(request, step)` may return an error or raise."""
 
@@ -66,7 +82,9 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def submit(self, request: GenerationRequest, sink: Callable[[StepEvent], None]) -> None:
+    def submit(self, request: GenerationRequest, sink: Callable[[StepEvent], None], *, every_step: bool = True) -> None:
+        if not every_step:
+            sink = _Gather(sink)
         with self._lock:
             if self._stopping or not self.healthy:
                 raise EngineStopped("the engine is stopping")

@@ -1,0 +1,119 @@
+"""Command line of the service: `service --model PATH|mini --variant NAME`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+EXIT_USAGE = 2
+KEY_VARIABLE = "MOE_PARITY_API_KEY"
+
+
+class _Parser(argparse.ArgumentParser):
+    """One-line errors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print what is wrong and where help is; exit 2."""
+        self.exit(EXIT_USAGE, f"service: error: {message} (see service --help)\n")
+
+
+def _at_least(low: int) -> type:
+    class Number(int):
+        def __new__(cls, text: str) -> Number:
+            value = int(text)
+            if value < low:
+                raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
+            return super().__new__(cls, value)
+
+    Number.__name__ = "integer"
+    return Number
+
+
+def parser() -> argparse.ArgumentParser:
+    """All options."""
+    p = _Parser(
+        prog="service", description="Serve a GLM MoE checkpoint with a named kernel variant over an OpenAI-style API."
+    )
+    count = _at_least(1)
+    p.add_argument("--model", required=True, help="folder of a checkpoint, or 'mini' for the embedded model")
+    p.add_argument("--variant", required=True, help="kernel variant, e.g. fp8/emulated:bias=bf16 (moe-kernels list)")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
+    p.add_argument("--port", type=int, default=8000, help="port, 0 picks a free one (default: %(default)s)")
+    p.add_argument("--served-model-name", help="name in the API (default: the folder's name)")
+    p.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of all but experts and router")
+    p.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    p.add_argument("--max-model-len", type=count, help="tokens one sequence may hold (default: the model's)")
+    p.add_argument("--kv-blocks", type=count, help="KV cache blocks in all")
+    p.add_argument("--kv-block", type=count, default=16, help="tokens a KV block (default: %(default)s)")
+    p.add_argument("--max-batch-tokens", type=count, default=512, help="tokens a step (default: %(default)s)")
+    p.add_argument("--max-seqs", type=count, default=64, help="sequences at once (default: %(default)s)")
+    p.add_argument("--max-waiting", type=count, default=4096, help="queued sequences before 429 (default: %(default)s)")
+    p.add_argument(
+        "--max-sequences-per-request",
+        type=count,
+        default=1024,
+        help="prompts times n of one request (default: %(default)s)",
+    )
+    p.add_argument("--max-body-mb", type=count, default=32, help="largest request body in MiB (default: %(default)s)")
+    p.add_argument("--max-logprobs", type=_at_least(0), default=100, help="most logprobs a request may ask for")
+    p.add_argument("--api-key", default=None, help=f"key clients must send (better: the {KEY_VARIABLE} variable)")
+    p.add_argument(
+        "--drain-seconds",
+        type=float,
+        default=30.0,
+        help="how long running requests may finish after SIGTERM (default: %(default)s)",
+    )
+    p.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    p.add_argument("--log-prompts", action="store_true", help="write prompt text to the log (never done otherwise)")
+    p.add_argument("--trust-remote-code", action="store_true", help="refused: code in checkpoints is never run")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the service; exit code 2 and one line on stderr for anything a user can cause."""
+    p = parser()
+    args = p.parse_args(argv)
+    if args.trust_remote_code:
+        p.error("--trust-remote-code is refused: this service never runs code from a checkpoint")
+    if not 0 <= args.port <= 65535:
+        p.error(f"--port {args.port} is not between 0 and 65535")
+    from moe_kernels.errors import MoeParityError
+    from service.api import launch, logs
+    from service.config import EngineConfig
+
+    logs.setup(args.log_level)
+    try:
+        options = launch.Options(
+            model=args.model,
+            variant=args.variant,
+            host=args.host,
+            port=args.port,
+            dtype=args.dtype,
+            device=args.device,
+            served_model_name=args.served_model_name,
+            api_key=args.api_key or os.environ.get(KEY_VARIABLE) or None,
+            max_body_bytes=args.max_body_mb * 2**20,
+            max_sequences=args.max_sequences_per_request,
+            log_prompts=args.log_prompts,
+            drain_seconds=max(args.drain_seconds, 0.0),
+            engine=EngineConfig(
+                max_model_len=args.max_model_len,
+                kv_block=args.kv_block,
+                kv_blocks=args.kv_blocks,
+                max_batch_tokens=args.max_batch_tokens,
+                max_seqs=args.max_seqs,
+                max_waiting=args.max_waiting,
+                max_logprobs=args.max_logprobs,
+            ),
+        )
+        return launch.run(options)
+    except MoeParityError as error:
+        print(f"service: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""Starts a service: check what is cheap, bind the port, load the model behind it, answer until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from moe_kernels.errors import MoeParityError
+from service.api.app import create_app
+from service.api.prompts import PromptEncoder
+from service.api.server import Server, bind, config
+from service.api.state import ApiSettings, Loaded, Service
+from service.config import EngineConfig
+from service.errors import StartupError
+from service.tokenizer import Tokenizer
+
+log = logging.getLogger("service.launch")
+LOCAL = frozenset(("127.0.0.1", "localhost", "::1"))
+MINI = Path(__file__).resolve().parents[2] / "evals" / "mini" / "model"  # the embedded checkpoint, data of this package
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    model: str
+    variant: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    served_model_name: str | None = None
+    api_key: str | None = None
+    max_body_bytes: int = 32 * 2**20
+    max_sequences: int = 1024
+    log_prompts: bool = False
+    drain_seconds: float = 30.0
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+def checkpoint_path(model: str) -> Path:
+    """The checkpoint folder, or StartupError saying what is wrong with it."""
+    path = MINI if model == "mini" else Path(model).expanduser()
+    if not path.exists():
+        hint = "the embedded model is not part of this installation" if model == "mini" else "no such folder"
+        raise StartupError(f"--model {model}: {hint}; give the folder of a Hugging Face checkpoint")
+    if not (path / "config.json").is_file():
+        raise StartupError(
+            f"--model {model}: there is no config.json in it; give the folder of a Hugging Face checkpoint"
+        )
+    return path
+
+
+def load(options: Options, path: Path) -> Loaded:
+    """Load weights and tokenizer, start the engine, take the fingerprint. Minutes for a large model."""
+    import torch
+
+    from moe_kernels.hf import load_model
+    from service import attention, fingerprint
+    from service.engine.engine import Engine
+
+    attention.register()
+    tokenizer = Tokenizer.load(path)
+    model = load_model(
+        path,
+        options.variant,
+        dtype=getattr(torch, options.dtype),
+        device=options.device,
+        attn_implementation=attention.NAME,
+    )
+    engine = Engine(model, tokenizer, options.engine)
+    engine.start()
+    name = options.served_model_name or path.name
+    return Loaded(
+        engine,
+        tokenizer,
+        PromptEncoder(tokenizer),
+        engine.max_model_len,
+        int(model.config.vocab_size),
+        fingerprint.build(model, tokenizer, engine, name),
+    )
+
+
+def run(options: Options) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit code. Raises MoeParityError for what a user can cause."""
+    path = checkpoint_path(options.model)
+    sock = bind(options.host, options.port)
+    try:
+        _check_variant(options)
+        name = options.served_model_name or ("mini" if options.model == "mini" else path.name)
+        settings = ApiSettings(
+            name,
+            str(path),
+            options.variant,
+            api_key=options.api_key,
+            max_body_bytes=options.max_body_bytes,
+            max_sequences=options.max_sequences,
+            max_logprobs=options.engine.max_logprobs,
+            log_prompts=options.log_prompts,
+        )
+        if options.host not in LOCAL and not options.api_key:
+            log.warning(
+                "listening on %s without an API key: anyone who reaches the port can use the model", options.host
+            )
+        return _serve(Service(settings), options, path, sock)
+    finally:
+        sock.close()
+
+
+def _check_variant(options: Options) -> None:
+    from moe_kernels import registry
+
+    registry.parse(options.variant)
+
+
+def _serve(service: Service, options: Options, path: Path, sock: socket.socket) -> int:
+    server = Server(config(create_app(service), options.drain_seconds))
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    url = f"http://{host}:{sock.getsockname()[1]}"
+    failure: list[BaseException] = []
+    drains: list[threading.Thread] = []
+
+    def load_in_background() -> None:
+        try:
+            loaded = load(options, path)
+        except BaseException as error:
+            failure.append(error)
+            service.phase, service.failure = "failed", f"loading failed: {error}"
+            server.should_exit = True
+            return
+        if server.should_exit:  # told to stop while loading
+            loaded.engine.stop()
+            return
+        service.ready(loaded)
+        print(f"listening on {url}", flush=True)
+
+    def drain() -> None:
+        service.phase = "draining"
+        if service.loaded is not None:
+            log.info("draining", extra={"fields": {"live": len(service.live), "seconds": options.drain_seconds}})
+            drains.append(
+                threading.Thread(target=service.loaded.engine.stop, args=(options.drain_seconds,), daemon=True)
+            )
+            drains[-1].start()
+
+    server.on_signal = drain
+    loader = threading.Thread(target=load_in_background, name="loader", daemon=True)
+    loader.start()
+    asyncio.run(server.serve([sock]))
+    for thread in drains:
+        thread.join(options.drain_seconds + 5)
+    if failure:
+        if isinstance(failure[0], MoeParityError):
+            raise failure[0]
+        raise failure[0]
+    if loader.is_alive() or any(thread.is_alive() for thread in drains):
+        # A thread inside torch cannot be interrupted, and ending the interpreter under it can crash.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    return 0
