@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -93,5 +95,5 @@ def _update(amax: tuple[Tensor, Tensor], hidden: Tensor, chosen: Tensor, stored:
 
 def slice_expert(record: ExpertWeights, expert: int) -> ExpertWeights:
     """A record of one expert, sharing memory."""
-    fields = {k: v[expert : expert + 1] if isinstance(v, Tensor) else v for k, v in vars(record).items()}
-    return ExpertWeights(**fields)
+    tensors: dict[str, Any] = {k: v[expert : expert + 1] for k, v in vars(record).items() if isinstance(v, Tensor)}
+    return replace(record, **tensors)

@@ -72,7 +72,20 @@ def quantize(
     if source.scheme.format != "bf16" and format != "bf16":
         log.warning("%s is %s: quantising it again adds its error to the new one", src, source.scheme.label)
     scales = calibration if isinstance(calibration, InputScales) else InputScales.load(calibration, source)
-    target.mkdir(parents=True, exist_ok=True)
+    created = not target.exists()
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        _write(source, target, format, only, scales, max_shard_bytes)
+    except BaseException:  # Ctrl-C and a full disk included: leave nothing half-written
+        if created:
+            shutil.rmtree(target, ignore_errors=True)
+        raise
+    return target
+
+
+def _write(
+    source: Checkpoint, target: Path, format: WeightFormat, only: Only, scales: InputScales, max_shard_bytes: int
+) -> None:
     kept: list[str] = []
     with ShardWriter(target, max_shard_bytes, {"format": "pt"}) as writer:
         for name, tensor in _plain_tensors(source, format, only, kept):
@@ -87,7 +100,6 @@ def quantize(
                 writer.add(info.name, source.read(info))
     _write_configs(source, target, format, kept)
     _copy_others(source.path, target)
-    return target
 
 
 def quantize_record(record: ExpertWeights, format: WeightFormat) -> ExpertWeights:
@@ -157,7 +169,9 @@ def _plain_tensors(
                 scale_2 = nvfp4.global_scale(weight)
                 packed, scale = nvfp4.quantize(weight, scale_2, name=name)
                 yield from ((name, packed), (f"{name}_scale", scale), (f"{name}_scale_2", scale_2))
-                yield f"{module}.input_scale", torch.tensor(DEFAULT_INTERMEDIATE_SCALE if module.endswith("down_proj") else DEFAULT_INPUT_SCALE)
+                down = module.endswith("down_proj")
+                default = DEFAULT_INTERMEDIATE_SCALE if down else DEFAULT_INPUT_SCALE
+                yield f"{module}.input_scale", torch.tensor(default)
             continue
         if len(stored.shape) == 2 and name.endswith(".weight") and "embed_tokens" not in name:
             kept.append(name.removesuffix(".weight"))

@@ -43,6 +43,7 @@ class Architecture:
     expert: str
     router_weight: str
     router_bias: str | None
+    router_norm: str  # weight of the RMSNorm before the MoE block
     mtp_layers_key: tuple[str, ...]
     mtp_layers_default: int
 
@@ -206,6 +207,7 @@ GLM4_MOE = Architecture(
     expert=_M + "experts.{expert}.{projection}",
     router_weight=_M + "gate.weight",
     router_bias=_M + "gate.e_score_correction_bias",
+    router_norm=_L + "post_attention_layernorm.weight",
     mtp_layers_key=("num_nextn_predict_layers", "num_mtp_layers"),
     mtp_layers_default=1,
 )

@@ -1,0 +1,1 @@
+"""Subcommands of `moe-kernels`, one module each (see moe_kernels.cli)."""
