@@ -93,8 +93,6 @@ def regression_shown(analysis: Analysis, policy: Policy, p_worse: float) -> bool
 def movement(analysis: Analysis, policy: Policy, evidence: Sequence[LayerEvidence]) -> list[Reason]:
     """What moved although accuracy may be non-inferior."""
     out = []
-    if analysis.ni.shown and analysis.p_worse < analysis.level and analysis.ni.upper < -policy.min_drop / 100:
-        out.append(Reason("drop_within_margin", wording.drop_within_margin(analysis, policy)))
     flips = analysis.lost if analysis.improvement else analysis.flips
     if flips and flips.p < policy.flips_alpha and flips.excess >= policy.max_excess_flips:
         out.append(Reason("flips", wording.flips(flips, lost=analysis.improvement)))
@@ -117,6 +115,8 @@ def warning_messages(analysis: Analysis, policy: Policy) -> list[str]:
         explained = wording.explained_by_empties(analysis)
         if explained:
             out.append(explained)
+    if analysis.ni.shown and analysis.p_worse < analysis.level and analysis.ni.upper < -policy.min_drop / 100:
+        out.append(wording.drop_within_margin(analysis, policy))
     if analysis.floor is None:
         out.append("No A/A run: how much the baseline differs from itself is unknown, so flips are not judged.")
     length = analysis.length
