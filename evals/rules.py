@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from evals import wording
@@ -18,12 +18,16 @@ GateState = Literal["pass", "fail", "inconclusive", "invalid", "changed", "skipp
 
 @dataclass(frozen=True)
 class LayerEvidence:
-    """What an earlier layer (kernel parity, routing, logprobs, ...) found; `moved` beyond its own A/A
-    floor."""
+    """What an earlier layer (kernel parity, routing, logprobs, ...) found; `moved` beyond its own A/A floor.
+
+    `metrics` (name → number or text) and `svg` (one self-made figure) go into the reports unchanged.
+    """
 
     layer: str
     moved: bool
     detail: str
+    metrics: Mapping[str, float | int | str] = field(default_factory=dict)
+    svg: str | None = None
 
 
 @dataclass(frozen=True)

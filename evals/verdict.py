@@ -47,6 +47,7 @@ class Verdict:
     gates: tuple[Gate, ...]
     analysis: Analysis | None
     p_adjusted: float | None = None
+    evidence: tuple[LayerEvidence, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -140,6 +141,7 @@ def _finish(
         gates=tuple(gates(outcomes, analysis, policy, integrity, evidence, p_adjusted)),
         analysis=analysis,
         p_adjusted=p_adjusted,
+        evidence=tuple(evidence),
     )
 
 
@@ -170,6 +172,13 @@ def overall(verdicts: Sequence[Verdict]) -> State:
     """The state of a run with several candidates."""
     states = {v.state for v in verdicts}
     return next(state for state in PRECEDENCE if state in states)
+
+
+def final_look(looks: Looks) -> Look:
+    """The last planned look, for a run that went to the end with interim looks on the way: its critical value is
+    above the single test's (1.733 against 1.645 for four looks), which pays for the earlier ones."""
+    n = looks.items[-1]
+    return Look(len(looks.items), len(looks.items), n, n, looks.z[-1])
 
 
 @dataclass(frozen=True)
