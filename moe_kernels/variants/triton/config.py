@@ -17,18 +17,21 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 class GemmConfig:
     """Launch parameters of the two grouped GEMMs.
 
-    `block_m` rows (token-expert pairs) a tile, shared by both; `swap` puts the weights on the tensor core's M
-    side. `warps*` and `stages*` per GEMM, `block_n` output columns a tile of the second.
+    `block_m` rows (token-expert pairs) a tile, shared by both; `swap*` puts the weights on the tensor core's M
+    side. `warps*` and `stages*` per GEMM, `block_n` output columns a tile of the second. `special*` takes the
+    warp-specialised kernel instead (Hopper, `block_m` 128; of the other parameters only the stages count).
     """
 
     block_m: int
-    swap: bool
+    swap1: bool
     warps1: int
     stages1: int
+    swap2: bool
     block_n: int
     warps2: int
     stages2: int
-    kernel: str = "plain"
+    special1: bool = False
+    special2: bool = False
 
     def to_json(self) -> dict[str, object]:
         """The fields as a dict."""
@@ -67,15 +70,15 @@ def default_config(shape: MoEShape, tokens: int, sm: int = 90) -> GemmConfig:
     rows = tokens * shape.top_k / shape.num_experts
     if sm < 90:  # 99 KB of shared memory on SM89, no TMA
         if rows <= 64:
-            return GemmConfig(16, False, 4, 2, 128, 4, 3)
-        return GemmConfig(64, False, 8, 2, 128, 8, 3)
+            return GemmConfig(16, False, 4, 2, False, 128, 4, 3)
+        return GemmConfig(64, False, 8, 2, False, 128, 8, 3)
     if rows <= 8:
-        return GemmConfig(16, True, 4, 3, 128, 4, 4)
+        return GemmConfig(16, True, 4, 3, True, 128, 4, 4)
     if rows <= 24:
-        return GemmConfig(32, True, 8, 4, 128, 4, 4)
+        return GemmConfig(32, True, 8, 4, True, 128, 4, 4)
     if rows <= 96:
-        return GemmConfig(64, True, 8, 4, 128, 4, 4)
-    return GemmConfig(128, False, 8, 3, 128, 8, 4)
+        return GemmConfig(64, True, 8, 4, True, 128, 4, 4)
+    return GemmConfig(128, False, 8, 3, False, 128, 8, 4)
 
 
 def table_name(shape: MoEShape, weight_format: str, device: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -179,16 +180,27 @@ class Fp8Weights:
 
         return TensorDescriptor.from_tensor(weight.view(-1, weight.shape[-1]), [rows, 128])
 
+    def special_operand(self, weight: Tensor) -> object:
+        """A TMA descriptor of [128, 128] tiles for the warp-specialised kernel."""
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        flat = weight.view(-1, weight.shape[-1])
+        return TensorDescriptor.from_tensor(flat, [128, 128], NVMMASharedLayout(128, 8, 2))
+
 
 def gemm1(w: Fp8Weights, x_q: Tensor, x_scale: Tensor, order: Order, config: GemmConfig) -> tuple[Tensor, Tensor]:
     """h_q E4M3 [pairs, I] in sorted order and h_scale FP32 [I/128, pairs]."""
     pairs, width = order.slots.numel(), w.shape.intermediate_size
     h_q = _empty(x_q, pairs, width, dtype=torch.float8_e4m3fn)
     h_scale = _empty(x_q, width // 128, pairs, dtype=torch.float32)
+    if config.special1:
+        _specialised(w, x_q, x_scale, w.w13, w.w13_scale, h_q, h_scale, order, config.stages1, first=True)
+        return h_q, h_scale
     gemm1_kernel[(order.tiles.shape[0] * (width // 128),)](
         x_q, x_scale, w.operand(w.w13, 128), w.w13_scale, h_q, h_scale, order.slots, order.tiles,
         x_q.shape[0], pairs, H=w.shape.hidden_size, I=width, TOP_K=w.shape.top_k, BLOCK_M=config.block_m,
-        SWAP=config.swap, TMA=w.tma, STAGES=config.stages1, LIMIT=w.limit,
+        SWAP=config.swap1, TMA=w.tma, STAGES=config.stages1, LIMIT=w.limit,
         num_warps=config.warps1, num_stages=config.stages1,
     )
     return h_q, h_scale
@@ -200,12 +212,36 @@ def gemm2(
     """y `dtype` [T * k, H]: the experts' outputs in slot order, not yet weighted."""
     pairs, width = order.slots.numel(), w.shape.hidden_size
     y = _empty(h_q, pairs, width, dtype=dtype)
+    if config.special2:
+        _specialised(w, h_q, h_scale, w.w2, w.w2_scale, y, h_scale, order, config.stages2, first=False)
+        return y
     gemm2_kernel[(order.tiles.shape[0] * (width // config.block_n),)](
         h_q, h_scale, w.operand(w.w2, config.block_n), w.w2_scale, y, order.slots, order.tiles, pairs,
         H=width, I=w.shape.intermediate_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        SWAP=config.swap, TMA=w.tma, STAGES=config.stages2, num_warps=config.warps2, num_stages=config.stages2,
+        SWAP=config.swap2, TMA=w.tma, STAGES=config.stages2, num_warps=config.warps2, num_stages=config.stages2,
     )
     return y
+
+
+def _specialised(
+    w: Fp8Weights, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, out_scale: Tensor,
+    order: Order, stages: int, *, first: bool,
+) -> None:
+    from moe_kernels.variants.triton.specialised import grouped_kernel  # Gluon is imported only where it runs
+
+    columns, width = b.shape[1], b.shape[2]
+    programs = min(order.tiles.shape[0] * (columns // 256), multiprocessors(a.device))
+    grouped_kernel[(programs,)](
+        a, a_scale, w.special_operand(b), b_scale, out, out_scale, order.slots, order.tiles, a.shape[0],
+        order.slots.numel(), K=width, N=columns, TOP_K=w.shape.top_k, FIRST=first, STAGES=stages, LIMIT=w.limit,
+        num_warps=4,
+    )
+
+
+@lru_cache(maxsize=8)
+def multiprocessors(device: torch.device) -> int:
+    """SMs of a GPU: one persistent program each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def combine(y: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,141 @@
+"""Checks, tunes and times the Triton MoE kernels on one GPU within a time budget; results go to --out.
+
+python3 benchmarks/h200_moe.py --out DIR --phases check,tune,time --budget 240
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, nothing installed
+
+import torch
+import triton
+
+from benchmarks import h200_check, h200_tune
+from moe_kernels import bench
+from moe_kernels.variants.triton import config as triton_config
+from moe_kernels.variants.triton import pipeline
+
+AIR = bench.SHAPES["glm-4.5-air"]
+
+
+def save(out: Path, name: str, value: object) -> None:
+    """Write JSON; at most 8 files come back from the device machine."""
+    (out / name).write_text(json.dumps(value, indent=1) + "\n")
+
+
+def stages(shape: bench.BenchShape, tokens: list[int], ceilings: bench.Ceilings) -> list[bench.Row]:
+    """Every launch of `fp8/triton` alone."""
+    device = torch.device("cuda")
+    record = bench.random_record(shape, "fp8", device)
+    layer = h200_tune.make_layer(shape, "fp8", record)
+    rows = []
+    for t in tokens:
+        data = bench.inputs(shape, t, bench.input_count(t), device)
+        config = layer.gemm_config(t)
+        prepared = h200_tune.Stages(layer, data)
+        orders = prepared.orders(config.block_m)
+        ys = [torch.randn(t * shape.top_k, shape.hidden, device=device).bfloat16() for _ in data]
+        sets: dict[str, list[bench.Call]] = {
+            "route_sort_quantise": [
+                lambda h=h, g=g: pipeline.route_sort_quantise(g, layer.bias, h, layer.config, config.block_m)
+                for h, g in data],
+            "gemm1": prepared.gemm1(config), "gemm2": prepared.gemm2(config),
+            "combine": [lambda y=y, o=o: pipeline.combine(y, o[0].weights, torch.bfloat16)
+                        for y, o in zip(ys, orders, strict=True)],
+        }
+        hit = round(sum(bench.experts_hit(o[0].ids) for o in orders) / len(orders))
+        for name, calls in sets.items():
+            us, low, high = bench.graph_us(calls)
+            floor = bench.floor_us(shape, record, t, hit, ceilings, name) if name.startswith("gemm") else None
+            rows.append(bench.Row(shape.name, t, "fp8/triton", name, us, floor, detail={"p10_us": low, "p90_us": high}))
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    """Run the phases asked for, stopping each when its share of the budget is spent."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--phases", default="check,tune,time")
+    parser.add_argument("--budget", type=float, default=240, help="seconds for everything")
+    parser.add_argument("--tokens", default="1,8,32,128,1024,4096,16384")
+    parser.add_argument("--tune-formats", default="fp8,nvfp4")
+    parser.add_argument("--shapes", default="mini,glm-4.5-air")
+    parser.add_argument("--check-tokens", default="1,2,3,7,8,31,64,1024")
+    parser.add_argument("--special", action="store_true", help="the warp-specialised kernel passed --phases special")
+    parser.add_argument("--seeds", type=int, default=1)
+    args = parser.parse_args()
+    start = time.time()
+    if args.phases == "special":
+        sys.exit(0 if h200_tune.special_works(AIR, [1, 37, 300, 4096]) else 1)
+    h200_tune.SPECIAL = args.special
+    deadline = start + args.budget
+    out: Path = args.out
+    out.mkdir(parents=True, exist_ok=True)
+    triton_config.CONFIGS = out if "tune" in args.phases else triton_config.CONFIGS
+    tokens = [int(t) for t in args.tokens.split(",")]
+    print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
+    ceilings = bench.measure_ceilings(torch.device("cuda"))
+    print(f"read {ceilings.read / 1e12:.2f} TB/s, {ceilings.flops / 1e12:.0f} TFLOP/s ({ceilings.source})", flush=True)
+    check_tokens = [int(t) for t in args.check_tokens.split(",")]
+    shapes = [bench.SHAPES[name] for name in args.shapes.split(",")]
+    formats = args.tune_formats.split(",")
+    tasks: list[tuple] = []
+    if "check" in args.phases:
+        tasks += [t for s in shapes for f in ("fp8", "nvfp4") for t in h200_tune.forward_tasks(s, f, check_tokens)]
+    if "tune" in args.phases:
+        tasks += [t for f in formats for t in h200_tune.tune_tasks(AIR, f, tokens)]
+    h200_tune.precompile(tasks)
+    if "check" in args.phases:
+        found: list[dict] = []
+        for shape in shapes:
+            name = shape.name
+            for fmt in ("fp8", "nvfp4"):
+                began = time.time()
+                found += h200_check.check(shape, fmt, check_tokens, args.seeds, deadline)
+                mine = [f for f in found if f["shape"] == name and f["format"] == fmt]
+                print(name, fmt, f"{len(mine)} cases {time.time() - began:.1f} s",
+                      "worst rel to emulated %.2e" % max((f["rel_emulated"] for f in mine), default=-1),
+                      "worst row %.2e" % max((f["worst_row"] for f in mine), default=-1),
+                      "oracle %.2e" % max((f["rel_oracle"] for f in mine), default=-1),
+                      "ids", all(f["ids_equal"] for f in mine), "repeat", all(f["repeat_equal"] for f in mine),
+                      "apart", all(f["apart_equal"] for f in mine), "finite", all(f["finite"] for f in mine),
+                      flush=True)
+                torch.cuda.empty_cache()
+        extra = {
+            "graph": [h200_check.graph_equals_eager(AIR, v, t)
+                      for v in ("fp8/triton", "nvfp4/triton") for t in (1, 7, 129)],
+            "copied_equals_direct": h200_check.option_equality(AIR, [1, 3, 7, 33, 128]),
+            "batch_invariant": h200_check.batch_invariant(AIR, "fp8/triton", [2, 8, 33, 128, 1024, 4096]),
+        }
+        print(extra, flush=True)
+        save(out, "check.json", {"parity": found, **extra})
+    if "tune" in args.phases:
+        log: list[dict] = []
+        for fmt in formats:
+            h200_tune.tune(AIR, fmt, tokens, out, log, deadline)
+        save(out, "tune.json", log)
+        triton_config._table.cache_clear()
+    if "time" in args.phases:
+        rows = stages(AIR, tokens, ceilings)
+        torch.cuda.empty_cache()
+        rows += bench.time_layers(["fp8/triton", "fp8/triton:bias=bf16,scales=copied"], AIR, tokens,
+                                  torch.device("cuda"), ceilings)
+        torch.cuda.empty_cache()
+        rows += bench.time_layers(["nvfp4/triton"], AIR, tokens, torch.device("cuda"), ceilings)
+        for row in rows:
+            flops = 6.0 * row.tokens * AIR.top_k * AIR.hidden * AIR.intermediate
+            print(f"{row.tokens:6d} {row.variant:36s} {row.stage:20s} {row.us:9.1f} us floor {row.floor_us or 0:8.1f}"
+                  + (f" {flops / row.us * 1e-6:6.0f} TFLOP/s" if row.stage == "layer" else ""), flush=True)
+        save(out, "h200-moe.json", [row.to_json() for row in rows])
+    print(f"{time.time() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

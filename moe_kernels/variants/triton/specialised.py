@@ -1,0 +1,174 @@
+"""Warp-specialised grouped FP8 GEMM for many rows (Hopper, written in Gluon): one producer, two consumers.
+
+A persistent program keeps a ring of shared-memory stages. Four producer warps gather activation rows with
+cp.async and fetch two 128-row weight tiles with TMA; two consumer warpgroups own 64 rows each and, per 128
+columns of K, run one tensor-core product per weight tile into a fresh accumulator and add it, scaled, in FP32.
+While one consumer adds, the other's products fill the tensor cores. A consumer whose 64 rows are beyond the
+expert's last row skips its products. The two weight tiles are gate and up of the same 128 intermediate columns
+(first GEMM) or neighbouring output columns (second GEMM).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def _tile(tiles, index, NB: gl.constexpr):
+    """(expert, first row, row after the expert's last, column block) of a work item."""
+    tile = index // NB
+    return gl.load(tiles + 4 * tile), gl.load(tiles + 4 * tile + 1), gl.load(tiles + 4 * tile + 2), index % NB
+
+
+@gluon.jit
+def _weight_rows(expert, block, N: gl.constexpr, FIRST: gl.constexpr):
+    """Rows of the two weight tiles in the [E * N, K] view."""
+    if FIRST:
+        return expert * N + block * 128, expert * N + N // 2 + block * 128
+    else:
+        return expert * N + block * 256, expert * N + block * 256 + 128
+
+
+@gluon.jit
+def _produce(
+    a, b, sorted_slots, tiles, ring_a, ring_b0, ring_b1, full, empty,
+    K: gl.constexpr, N: gl.constexpr, NB: gl.constexpr, TOP_K: gl.constexpr, FIRST: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    offsets = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
+    total = gl.load(tiles + 3) * NB
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, first, end, block = _tile(tiles, index, NB)
+        rows = gl.minimum(first + offsets, end - 1)
+        if FIRST:
+            rows = gl.load(sorted_slots + rows) // TOP_K
+        source = a + (rows.to(gl.int64) * K)[:, None] + columns[None, :]
+        row0, row1 = _weight_rows(expert, block, N, FIRST)
+        for kb in range(K // 128):
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(stage), 2 * 128 * 128)
+            tma.async_copy_global_to_shared(b, [row0, kb * 128], full.index(stage), ring_b0.index(stage))
+            tma.async_copy_global_to_shared(b, [row1, kb * 128], full.index(stage), ring_b1.index(stage))
+            async_copy.async_copy_global_to_shared(ring_a.index(stage), source + kb * 128)
+            async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+            step += 1
+
+
+@gluon.jit
+def _consume(
+    a_scale, b_scale, out, out_scale, sorted_slots, tiles, a_rows, pairs, ring_a, ring_b0, ring_b1, full, empty,
+    PART: gl.constexpr, K: gl.constexpr, N: gl.constexpr, NB: gl.constexpr, TOP_K: gl.constexpr,
+    FIRST: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr,
+):
+    KB: gl.constexpr = K // 128
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    stored: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    offsets = PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+    part = gl.zeros([64, 128], gl.float32, mma)
+    total = gl.load(tiles + 3) * NB
+    step = 0
+    for index in range(gl.program_id(0), total, gl.num_programs(0)):
+        expert, first, end, block = _tile(tiles, index, NB)
+        if first + PART * 64 < end:
+            rows = gl.minimum(first + offsets, end - 1)
+            if FIRST:
+                rows = gl.load(sorted_slots + rows) // TOP_K
+                s0_at = b_scale + (expert.to(gl.int64) * (2 * NB) + block) * KB
+                s1_at = s0_at + NB * KB
+            else:
+                s0_at = b_scale + (expert.to(gl.int64) * (2 * NB) + 2 * block) * KB
+                s1_at = s0_at + KB
+            s_a = gl.load(a_scale + rows)
+            s_0 = gl.load(s0_at)
+            s_1 = gl.load(s1_at)
+            sum0 = gl.zeros([64, 128], gl.float32, mma)
+            sum1 = gl.zeros([64, 128], gl.float32, mma)
+            for kb in range(KB):
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                x = ring_a.index(stage).slice(PART * 64, 64)
+                part = warpgroup_mma(x, ring_b0.index(stage).permute((1, 0)), part, use_acc=False, is_async=True)
+                ahead = gl.minimum(kb + 1, KB - 1)
+                s_a_next = gl.load(a_scale + ahead.to(gl.int64) * a_rows + rows)
+                s_0_next = gl.load(s0_at + ahead)
+                s_1_next = gl.load(s1_at + ahead)
+                part = warpgroup_mma_wait(0, deps=[part])
+                sum0 += part * (s_a * s_0)[:, None]
+                part = warpgroup_mma(x, ring_b1.index(stage).permute((1, 0)), part, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(0, deps=[part])
+                mbarrier.arrive(empty.index(stage), count=1)
+                sum1 += part * (s_a * s_1)[:, None]
+                s_a = s_a_next
+                s_0 = s_0_next
+                s_1 = s_1_next
+                step += 1
+            out_rows = first + PART * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, stored))
+            columns = gl.arange(0, 128, layout=gl.SliceLayout(0, stored))
+            live = (out_rows < end)[:, None]
+            if FIRST:
+                if LIMIT > 0:
+                    sum0 = gl.minimum(sum0, LIMIT)
+                    sum1 = gl.minimum(gl.maximum(sum1, -LIMIT), LIMIT)
+                h = sum0 / (1.0 + gl.exp(-sum0)) * sum1
+                amax = gl.maximum(gl.max(gl.abs(h), axis=1), 1e-10)
+                scale = tl.math.div_rn(amax, gl.full([64], 448.0, gl.float32, gl.SliceLayout(1, mma)))
+                q = tl.math.div_rn(h, scale[:, None].broadcast_to(h.shape))
+                q = gl.minimum(gl.maximum(q, -448.0, propagate_nan=tl.PropagateNan.ALL), 448.0,
+                               propagate_nan=tl.PropagateNan.ALL)
+                target = out + (out_rows.to(gl.int64) * (N // 2))[:, None] + (block * 128 + columns)[None, :]
+                gl.store(target, gl.convert_layout(q.to(gl.float8e4nv), stored), mask=live)
+                at = first + offsets
+                gl.store(out_scale + block.to(gl.int64) * pairs + at, scale, mask=at < end)
+            else:
+                slots = gl.load(sorted_slots + gl.minimum(out_rows, end - 1)).to(gl.int64)
+                target = out + (slots * N)[:, None] + (block * 256 + columns)[None, :]
+                gl.store(target, gl.convert_layout(sum0.to(out.dtype.element_ty), stored), mask=live)
+                gl.store(target + 128, gl.convert_layout(sum1.to(out.dtype.element_ty), stored), mask=live)
+        else:
+            for _ in range(KB):
+                stage = step % STAGES
+                mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                mbarrier.arrive(empty.index(stage), count=1)
+                step += 1
+
+
+@gluon.jit(do_not_specialize=["a_rows", "pairs"])
+def grouped_kernel(
+    a, a_scale, b, b_scale, out, out_scale, sorted_slots, tiles, a_rows, pairs,
+    K: gl.constexpr, N: gl.constexpr, TOP_K: gl.constexpr, FIRST: gl.constexpr, STAGES: gl.constexpr,
+    LIMIT: gl.constexpr,
+):
+    """FIRST: as `gemm.gemm1_kernel`, N = 2I; else as `gemm.gemm2_kernel`, N = H. Tiles of 128 rows.
+
+    a E4M3 [a_rows, K], a_scale [K/128, a_rows]; b a TMA descriptor of [128, 128] tiles of E4M3 [E * N, K].
+    """
+    NB: gl.constexpr = N // 256
+    shared: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    ring_a = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], shared)
+    ring_b0 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], b.layout)
+    ring_b1 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], b.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=129)  # 128 copying threads and the TMA's expected bytes
+        mbarrier.init(empty.index(stage), count=2)
+    gl.warp_specialize(
+        [
+            (_consume, (a_scale, b_scale, out, out_scale, sorted_slots, tiles, a_rows, pairs, ring_a, ring_b0,
+                        ring_b1, full, empty, 0, K, N, NB, TOP_K, FIRST, STAGES, LIMIT)),
+            (_consume, (a_scale, b_scale, out, out_scale, sorted_slots, tiles, a_rows, pairs, ring_a, ring_b0,
+                        ring_b1, full, empty, 1, K, N, NB, TOP_K, FIRST, STAGES, LIMIT)),
+            (_produce, (a, b, sorted_slots, tiles, ring_a, ring_b0, ring_b1, full, empty, K, N, NB, TOP_K, FIRST,
+                        STAGES)),
+        ],
+        [4, 4],
+        [232, 40],
+    )
