@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,18 @@ from moe_kernels.records import Routing
 Observer = Callable[[int, Tensor, Tensor, Routing], None]
 
 
-def moe_blocks(model: nn.Module) -> dict[int, nn.Module]:
+class Observable(Protocol):
+    """What this module needs of a ParityMoE block."""
+
+    observers: list[Observer]
+    layer_index: int
+    top_k: int
+
+
+def moe_blocks(model: nn.Module) -> dict[int, Observable]:
     """The model's ParityMoE blocks by layer index, in forward order."""
-    blocks = {m.layer_index: m for m in model.modules() if hasattr(m, "observers") and hasattr(m, "layer_index")}
+    found = [cast(Observable, m) for m in model.modules() if hasattr(m, "observers") and hasattr(m, "layer_index")]
+    blocks = {block.layer_index: block for block in found}
     if not blocks:
         raise ValueError("the model has no ParityMoE block: load it with moe_kernels.hf.load_model")
     return dict(sorted(blocks.items()))

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.glm4_moe import modeling_glm4_moe
@@ -17,13 +16,13 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMLP, Glm4MoeTo
 from transformers.monkey_patching import register_patch_mapping, unregister_patch_mapping
 
 from moe_kernels import registry
+from moe_kernels.batch_invariant import linear_rows, pad_rows, silu
 from moe_kernels.cache import ensure_format
 from moe_kernels.capture import Observer, RoutingTrace, capture_moe_inputs, capture_routing
 from moe_kernels.errors import CheckpointError, FormatError, VariantError
 from moe_kernels.formats import Checkpoint, open_checkpoint
 from moe_kernels.records import WeightFormat
 from moe_kernels.registry import MoELayer, VariantSpec
-from moe_kernels.variants.grouped import linear_rows, padded_rows
 
 __all__ = [
     "LoadedModel", "ParityMoE", "RoutingTrace", "capture_moe_inputs", "capture_routing", "load_model",
@@ -72,11 +71,12 @@ class ParityMoE(nn.Module):
 
     def add_shared(self, routed: Tensor, hidden: Tensor) -> Tensor:
         """Routed + shared experts [T, H]; the shared experts are not scaled by routed_scaling_factor."""
-        tokens = hidden.shape[0]
-        missing = padded_rows(tokens) - tokens if hidden.device.type == "cpu" else 0
-        if missing:  # see variants/grouped.py: keeps rows independent of the batch
-            hidden = F.pad(hidden, (0, 0, 0, missing))
-        return routed + self.shared_experts(hidden)[:tokens]
+        return routed + self.shared_experts(pad_rows(hidden))[: hidden.shape[0]]
+
+
+class _Silu(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return silu(x)
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def load_model(
         nearest = f"; the nearest that runs: {support.nearest}" if support.nearest else ""
         raise VariantError(f"variant '{spec}' cannot run here: {support.reason}{nearest}")
 
-    model = _empty_model(checkpoint, dtype, attn_implementation)
+    model = _empty_model(checkpoint, dtype, attn_implementation, where)
     _fill(model, checkpoint, dtype, where)
     resolved = _attach(model, checkpoint, spec, where)
     _check(model)
@@ -161,7 +161,9 @@ def _in_format(path: Path, spec: VariantSpec) -> Checkpoint:
     return open_checkpoint(converted)
 
 
-def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+def _empty_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, attn_implementation: str, device: torch.device
+) -> PreTrainedModel:
     """transformers' model on the meta device, its MoE blocks replaced through the patch registry."""
     fields = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "model_type")}
     config = AutoConfig.for_model(checkpoint.model_type, **fields)
@@ -178,6 +180,9 @@ def _empty_model(checkpoint: Checkpoint, dtype: torch.dtype, attn_implementation
     for index, block in enumerate(model.model.layers):
         if isinstance(block.mlp, ParityMoE):
             block.mlp.layer_index = index
+        mlp = block.mlp.shared_experts if isinstance(block.mlp, ParityMoE) else block.mlp
+        if device.type == "cpu" and config.hidden_act == "silu":
+            mlp.act_fn = _Silu()  # stock nn.SiLU depends on the batch, see batch_invariant.py
     return model.eval().requires_grad_(False)
 
 

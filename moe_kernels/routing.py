@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_kernels.batch_invariant import sigmoid
 from moe_kernels.errors import ContractError
 from moe_kernels.records import Routing, RoutingConfig
 
@@ -45,7 +46,7 @@ def selection_scores(
     host cast the bias, the kernel loads it as float whatever its dtype).
     """
     logits = router_logits.float()
-    scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if config.scoring == "softmax" else sigmoid(logits)
     if bias is None:
         keys = scores
     else:

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.batch_invariant import padded_rows
 from moe_kernels.records import Routing
 
-# CPU BLAS picks its inner kernel by the number of rows, so a row's last bits can change with its neighbours.
-# Measured (torch 2.13, MKL and oneDNN, AVX512, 1 and 2 threads, FP32 and BF16, 13 shapes from 60x100 to
-# 4096x2816): rows differ for 1, 2, 3, 5, 6, 7, 9, 10 and 11 rows, and never for a multiple of 4, in
-# F.linear and torch.bmm alike, which also agree with each other. tests/kernels/test_variants_batch.py checks
-# it where it runs; on a GPU it does not hold and nothing here claims it.
-ROW_MULTIPLE = 4
+# Cost of one separate product beyond its rows, and of reading one expert's matrix, both in rows of work.
+# Fitted to timings on 2 cores (H 512, I 128, E 16, M 4 to 64); they move speed only, never bits.
+_CALL_ROWS = {torch.float32: 8, torch.bfloat16: 64}
+_READ_ROWS = 8
 
 
-def padded_rows(count: int) -> int:
-    """`count` rounded up to a multiple of ROW_MULTIPLE."""
-    return -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+@dataclass(frozen=True)
+class Layout:
+    """Where sorted rows lie in the padded buffer that the products read.
 
+    The first `batched` rows of every expert form one block [E, batched, K] for a single bmm; what exceeds it
+    goes to one product per expert. `position` int64 [R]; `rest` (expert, first row, end row) of the latter.
+    """
 
-def linear_rows(x: Tensor, weight: Tensor) -> Tensor:
-    """F.linear(x [M, K], weight [N, K]) with rows that on a CPU do not depend on M."""
-    missing = padded_rows(x.shape[0]) - x.shape[0]
-    if not missing:
-        return F.linear(x, weight)
-    return F.linear(F.pad(x, (0, 0, 0, missing)), weight)[: x.shape[0]]
+    batched: int
+    position: Tensor
+    rest: list[tuple[int, int, int]]
+    total: int
 
 
 @dataclass(frozen=True)
@@ -46,33 +44,47 @@ class Dispatch:
     expert: Tensor
     slot_row: Tensor
     counts: list[int]
+    _layouts: dict[int, Layout] = field(default_factory=dict)
 
-    @cached_property
-    def batched(self) -> bool:
-        """One padded bmm over all experts (True) or one product per expert that has rows.
+    def layout(self, call_rows: int) -> Layout:
+        """The cheapest layout when a separate product costs `call_rows` rows extra; -1: no bmm at all."""
+        if call_rows not in self._layouts:
+            batched = 0 if call_rows < 0 else cheapest_batch(self.counts, call_rows)
+            self._layouts[call_rows] = self._place(batched)
+        return self._layouts[call_rows]
 
-        Both give the same bits; measured on 2 cores (H 512, I 128, E 16) bmm takes half to two thirds of the
-        loop's time per padded row, so it wins until padding every expert to the fullest one costs more.
-        """
-        each = [padded_rows(n) for n in self.counts]
-        return self.token.device.type == "cpu" and len(each) * max(each, default=0) <= 1.5 * sum(each)
-
-    @cached_property
-    def placement(self) -> tuple[Tensor, list[int]]:
-        """Where each sorted row lies in the padded buffer, int64 [R], and each expert's first row (E + 1)."""
-        if self.batched:
-            size = padded_rows(max(self.counts))
-            starts = [e * size for e in range(len(self.counts) + 1)]
+    def _place(self, batched: int) -> Layout:
+        rest, end, first, low, high = [], batched * len(self.counts), 0, [], []
+        for expert, count in enumerate(self.counts):
+            low.append(expert * batched - first)  # row + low: place in the block; row + high: place after it
+            high.append(end - batched - first)
+            first += count
+            if count > batched:
+                rest.append((expert, end, end := end + padded_rows(count - batched)))
+        device = self.token.device
+        row = torch.arange(self.token.shape[0], device=device)
+        if not batched:
+            position = row + torch.tensor(high, device=device)[self.expert]
         else:
-            starts = [0]
-            for n in self.counts:
-                starts.append(starts[-1] + padded_rows(n))
-        shift, first = [], 0
-        for start, n in zip(starts, self.counts, strict=False):
-            shift.append(start - first)
-            first += n
-        rows = torch.arange(self.token.shape[0], device=self.token.device)
-        return rows + torch.tensor(shift, device=rows.device)[self.expert], starts
+            in_block = torch.tensor(low, device=device)[self.expert] + row
+            position = in_block
+            if rest:
+                after = torch.tensor(high, device=device)[self.expert] + row
+                position = torch.where(in_block < (self.expert + 1) * batched, in_block, after)
+        return Layout(batched, position, rest, end)
+
+
+def cheapest_batch(counts: list[int], call_rows: int) -> int:
+    """Rows per expert for the bmm, a multiple of ROW_MULTIPLE or 0, that makes the estimated work least."""
+    sizes = sorted((padded_rows(n) for n in counts if n), reverse=True)
+    best, best_cost = 0, sum(max(size, _READ_ROWS) + call_rows for size in sizes)
+    above = 0  # padded rows of the experts before this one
+    for i, size in enumerate(sizes):
+        cost = len(counts) * max(size, _READ_ROWS) + above - i * size + i * call_rows
+        if cost < best_cost:
+            best, best_cost = size, cost
+        above += size
+    return best
 
 
 def dispatch(routing: Routing, num_experts: int) -> Dispatch:
@@ -95,23 +107,25 @@ def grouped_linear(x: Tensor, plan: Dispatch, matrices: Tensor | Matrix) -> Tens
     `matrices` is [E, N, K], or a function that makes one expert's [N, K] when it is needed; the bits are the
     same. FP32 products accumulate in FP32; BF16 ones accumulate in FP32 and are rounded to BF16.
     """
-    position, starts = plan.placement
-    padded = x.new_zeros(starts[-1], x.shape[1])
-    padded[position] = x
-    if isinstance(matrices, Tensor) and plan.batched:
-        blocks = padded.view(matrices.shape[0], -1, x.shape[1])
-        return torch.bmm(blocks, matrices.transpose(1, 2)).flatten(0, 1)[position]
+    stacked = isinstance(matrices, Tensor)
+    layout = plan.layout(_CALL_ROWS.get(x.dtype, 8) if stacked and x.device.type == "cpu" else -1)
+    padded = x.new_zeros(layout.total, x.shape[1])
+    padded[layout.position] = x
     out = None
-    for expert, count in enumerate(plan.counts):
-        if not count:
-            continue
+    if layout.batched:
+        assert isinstance(matrices, Tensor)
+        block = len(plan.counts) * layout.batched
+        out = x.new_empty(layout.total, matrices.shape[1])
+        torch.bmm(
+            padded[:block].view(len(plan.counts), layout.batched, -1), matrices.transpose(1, 2),
+            out=out[:block].view(len(plan.counts), layout.batched, -1))
+    for expert, start, end in layout.rest:
         weight = matrices[expert] if isinstance(matrices, Tensor) else matrices(expert)
         if out is None:
-            out = x.new_empty(starts[-1], weight.shape[0])
-        part = slice(starts[expert], starts[expert] + padded_rows(count))
-        out[part] = F.linear(padded[part], weight)
+            out = x.new_empty(layout.total, weight.shape[0])
+        torch.mm(padded[start:end], weight.t(), out=out[start:end])
     assert out is not None  # callers return early when there is no row
-    return out[position]
+    return out[layout.position]
 
 
 def combine(rows: Tensor, routing: Routing, plan: Dispatch) -> Tensor:

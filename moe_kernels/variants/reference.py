@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from moe_kernels.batch_invariant import silu
 from moe_kernels.errors import VariantError
 from moe_kernels.records import ExpertWeights, Routing, RoutingConfig
 from moe_kernels.registry import MoELayer, VariantSpec
@@ -45,7 +45,7 @@ def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return F.silu(gate) * up
+    return silu(gate) * up
 
 
 class ReferenceLayer(TorchLayer):
