@@ -21,6 +21,7 @@ class Tokenizer:
     def __init__(self, hf: Any, path: Path) -> None:
         self.hf = hf
         self.path = path
+        self._decode = hf.backend_tokenizer.decode
         self._special = frozenset(int(i) for i in hf.all_special_ids)
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
 
@@ -62,7 +63,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids, nothing cleaned up; an incomplete character at the end shows as U+FFFD."""
-        return self.hf.decode(list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+        # The Rust tokenizer itself: transformers' wrapper adds 7 us a call, and there are two calls a token.
+        return self._decode(ids, skip_special_tokens)
 
     def _token_text(self, token_id: int) -> str:
         """One token on its own, special tokens by name; unknown ids give an empty string."""
@@ -99,34 +101,44 @@ class Tokenizer:
 class Detokenizer:
     """Turns a growing list of ids into text deltas that, concatenated, equal decoding all ids at once.
 
-    A delta is the difference of two decodings that start at the same, earlier token, so tokenizers that treat the first
-    token of a text differently (a leading space stripped) do no harm. Text ending in U+FFFD may be an unfinished
-    character and is held back until it completes, a later token shows it to be invalid, or `flush`.
+    A delta is what a decoding that starts at an earlier token gained over the last one, so tokenizers that treat the
+    first token of a text differently (a leading space stripped) do no harm. U+FFFD at the end may be an unfinished
+    character, so up to four of them (a character's bytes) are held back until a later token decides or `flush`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tail: Sequence[int] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_tail: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._ids = list(prompt_tail)
         self._start = 0  # decodings begin here
-        self._read = len(self._ids)  # tokens before this have been emitted
+        self._sent = len(self._decode())  # characters of the decoding that are not news
 
     def add(self, token_id: int) -> str:
         """Text that becomes certain with this token (often all of it, sometimes none)."""
         self._ids.append(token_id)
-        return self._advance(final=False)
+        text = self._decode()
+        if not text.endswith(REPLACEMENT):
+            delta = text[self._sent :]
+            if delta:
+                # The next decoding starts at this token, which gives it left context.
+                self._start = len(self._ids) - 1
+                self._sent = len(self._decode())
+            return delta
+        held = len(text) - len(text.rstrip(REPLACEMENT))
+        return self._upto(text, len(text) - min(held, 4))
 
     def flush(self) -> str:
         """Whatever is still held back, an unfinished character as U+FFFD."""
-        return self._advance(final=True)
+        text = self._decode()
+        return self._upto(text, len(text))
 
-    def _advance(self, final: bool) -> str:
-        before = self._decode(self._ids[self._start : self._read])
-        after = self._decode(self._ids[self._start :])
-        if len(after) <= len(before) or (not final and after.endswith(REPLACEMENT)):
-            return ""
-        self._start, self._read = self._read, len(self._ids)
-        return after[len(before) :]
+    def _upto(self, text: str, end: int) -> str:
+        delta = text[self._sent : end]
+        self._sent = max(self._sent, end)
+        return delta
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode(self) -> str:
+        ids = self._ids[self._start :] if self._start else self._ids
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""

@@ -115,5 +115,5 @@ def _draw(logits: Tensor, rows: Seq[Row]) -> Tensor:
     target = column([uniform(row.seed, row.position) for row in rows], torch.float64) * cdf[:, -1:]
     # First entry above the target: never one of probability 0. Rounding may lift the target to the total itself.
     index = torch.searchsorted(cdf, target, right=True)
-    index = torch.where(index < vocab, index, torch.searchsorted(cdf, cdf[:, -1:], right=False))
+    index = torch.where(index < vocab, index, torch.searchsorted(cdf, cdf[:, -1:].contiguous()))
     return (index if order is None else order.gather(-1, index))[:, 0]
