@@ -241,7 +241,7 @@ class Client:
             self._note_failure(reason)
             r = self.retries
             if self.gone or attempt > r.per_item or r.spent >= r.budget:
-                return Reply("error", error=reason, attempts=attempt, seconds=time.monotonic() - start)
+                return Reply("error", error=self.gone or reason, attempts=attempt, seconds=time.monotonic() - start)
             r.spent += 1
             await asyncio.sleep(r.delay(ask.item, attempt, after))
             attempt += 1

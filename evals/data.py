@@ -111,7 +111,7 @@ def _from_hub(train: Path | None) -> RawData:
         ) from None
     test = [{"question": r["question"], "answer": r["answer"]} for r in loaded["test"]]
     # The published file is these rows dumped in this form, so both roads give the same digest.
-    digest = sha256_hex("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in test))
+    digest = sha256_hex("".join(json.dumps(r) + "\n" for r in test))
     shots = read_jsonl(train) if train else [dict(r) for r in loaded["train"]]
     return RawData(shots, test, digest, OFFICIAL.get(digest, "openai/gsm8k from the hub"))
 

@@ -109,16 +109,20 @@ def evaluate(
     sampling: Sampling,
     answer: Callable[[Sequence[Ask]], Sequence[str]],
 ) -> dict[str, Any]:
-    """Run the task once through `lm_eval.simple_evaluate`; returns lm-eval's own result."""
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    """Run the task once through lm-eval; returns lm-eval's own result.
+
+    `lm_eval.evaluate` is what `simple_evaluate` calls after it has seeded torch and listed the installed
+    packages; neither touches the result here (shots are fixed), and without them torch is not imported. A test
+    holds both roads equal.
+    """
     chat = sampling.endpoint == "chat"
     # lm-eval logs above its level while it loads tasks; what matters of that is checked in AnsweringLM.
     logging.disable(logging.WARNING)
     try:
-        result = lm_eval.simple_evaluate(
-            model=AnsweringLM(answer, spec, sampling),
-            tasks=[task_config(spec, problems, sampling)],
-            task_manager=TaskManager(include_path=str(TASK_DIR), include_defaults=False),
+        manager = TaskManager(include_path=str(TASK_DIR), include_defaults=False)
+        result = lm_eval.evaluate(
+            lm=AnsweringLM(answer, spec, sampling),
+            task_dict=manager.load([task_config(spec, problems, sampling)]),
             apply_chat_template=chat,
             fewshot_as_multiturn=chat,
             system_instruction=sampling.system,

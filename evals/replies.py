@@ -78,6 +78,11 @@ def _count(usage: Any, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
+def _clean(text: str) -> str:
+    """Text that can be written as UTF-8: JSON may carry half a surrogate pair, which no file can."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _finite(values: list[Any]) -> list[float]:
     if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and math.isfinite(v) for v in values):
         raise BadReply("a logprob of the completion is not a finite number")
@@ -94,11 +99,11 @@ def _logprobs(found: Any, chat: bool) -> tuple[list[float], list[str], list[floa
         raise BadReply("logprobs were asked for and the answer has none; run with --no-logprobs")
     if chat:
         entries = found.get("content") or []
-        tokens = [str(e.get("token")) for e in entries]
+        tokens = [_clean(str(e.get("token"))) for e in entries]
         values = _finite([e.get("logprob") for e in entries])
         tops = [_finite([t.get("logprob") for t in e.get("top_logprobs") or []]) for e in entries]
     else:
-        tokens = [str(t) for t in found.get("tokens") or []]
+        tokens = [_clean(str(t)) for t in found.get("tokens") or []]
         values = _finite(list(found.get("token_logprobs") or []))
         tops = [_finite(list((t or {}).values())) for t in found.get("top_logprobs") or [{}] * len(values)]
     if not len(tokens) == len(values) == len(tops):
@@ -145,12 +150,12 @@ def parse(payload: bytes, *, chat: bool, logprobs: bool) -> Reply:
     usage = found.get("usage")
     return Reply(
         status=classify(text, ending, reasoning),
-        text=text,
+        text=_clean(text),
         finish_reason=ending,
-        matched_stop=None if stop is None else str(stop),
+        matched_stop=None if stop is None else _clean(str(stop)),
         prompt_tokens=_count(usage, "prompt_tokens"),
         completion_tokens=_count(usage, "completion_tokens"),
-        reasoning=reasoning,
+        reasoning=None if reasoning is None else _clean(reasoning),
         logprobs=values,
         tokens=tokens,
         gaps=gaps,

@@ -83,11 +83,11 @@ def prepare(options: RunOptions) -> tuple[Problems, Protocol]:
 
 def execute(options: RunOptions) -> Path:
     """Ask everything that is missing; returns the run folder, ready to be judged."""
-    from evals import lm  # seconds to import: after the options have been checked
-
     options.check()
     problems, made = prepare(options)
     folder = open_folder(options, problems, made)
+    from evals import lm  # seconds to import: after everything that can be refused
+
     with Progress(options.progress) as progress, Journal(folder.journal) as journal:
         asks = lm.render(tasks.get(options.task), problems, options.sampling)
         run = Run(options, folder, journal, made, problems, asks, progress)
@@ -146,6 +146,7 @@ def _side_by_side(run: Run) -> None:
 def main(options: RunOptions, formats: tuple[str, ...] = ("terminal",)) -> int:
     """Run, judge, write the reports, print; the exit code is the verdict's."""
     path = execute(options)
-    from evals.run_report import write_and_print
+    from evals.run_judge import judge_run
+    from evals.run_report import publish
 
-    return write_and_print(path, formats, sys.stdout)
+    return publish(judge_run(path), path, formats, sys.stdout)

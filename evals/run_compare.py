@@ -18,7 +18,7 @@ from evals.run_options import BASELINE, CANDIDATE, REPEAT
 from evals.run_score import Rows, rows_of, score_run
 
 
-def compare_runs(a: Path, b: Path, margin: float | None, factors: Sequence[str]) -> Judged:
+def compare_runs(a: str, b: str, margin: float | None, factors: Sequence[str]) -> Judged:
     """The baseline arm of run A against the baseline arm of run B (`PATH:ARM` chooses another arm).
 
     Different protocols give an INVALID verdict that names every undeclared difference.
@@ -56,11 +56,11 @@ def compare_runs(a: Path, b: Path, margin: float | None, factors: Sequence[str])
     return assemble(meta, one, restore(left.problems), [*arms, *aa, *others], findings)
 
 
-def _arm_of(path: Path) -> tuple[RunFolder, str]:
+def _arm_of(named: str) -> tuple[RunFolder, str]:
     """A run folder and the arm meant: `RUN`, or `RUN:ARM` (RUN:candidate:2 works)."""
-    if path.exists():
-        return RunFolder.open(path), BASELINE
-    text, _, arm = str(path).partition(":")
+    if Path(named).exists() or ":" not in named:
+        return RunFolder.open(Path(named)), BASELINE
+    text, _, arm = named.partition(":")
     folder = RunFolder.open(Path(text))
     if arm not in folder.data["arms"]:
         raise UsageError(f"{text} has no arm '{arm}'; its arms: {', '.join(folder.data['arms'])}")

@@ -1,0 +1,147 @@
+"""`evals run TASK`: options of a run, and which runner a task's name selects."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from evals.errors import Interrupted, UsageError
+
+# Tasks that are not lm-eval tasks: name -> module with `add_arguments(parser)` and `main(options) -> int`.
+RUNNERS: dict[str, str] = {}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `evals run`."""
+    from evals import tasks
+
+    known = ", ".join((*tasks.names(), *RUNNERS))
+    parser.add_argument("task", metavar="TASK", help=f"what to run: {known}")
+    arms = parser.add_argument_group("what is compared")
+    arms.add_argument("--model", metavar="PATH|mini", help="checkpoint to serve")
+    arms.add_argument("--baseline", metavar="VARIANT", help="e.g. fp8/emulated:bias=bf16")
+    arms.add_argument("--candidate", metavar="VARIANT", action="append", default=[], help="may be repeated")
+    arms.add_argument("--baseline-url", metavar="URL", help="a running OpenAI-style server instead")
+    arms.add_argument("--candidate-url", metavar="URL", action="append", default=[], help="may be repeated")
+    arms.add_argument("--factor", metavar="F", action="append", default=[],
+                      help="protocol or server field that differs on purpose (shots, versions, …)")
+    items = parser.add_argument_group("items and prompts")
+    items.add_argument("--data", type=Path, metavar="DIR|FILE", help="local JSONL; without it the hub is asked")
+    items.add_argument("--train", type=Path, metavar="FILE", help="where shots come from, if not from --data")
+    items.add_argument("--limit", type=int, metavar="N", help="only the first N of a seeded order")
+    items.add_argument("--shots", type=int, metavar="N", help="few-shot examples (default: the task's)")
+    items.add_argument("--max-tokens", type=int, metavar="N", help="completion budget (default: the task's)")
+    items.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
+    items.add_argument("--system", metavar="TEXT", help="system message (chat)")
+    items.add_argument("--prompt-prefix", default="", metavar="TEXT", help="text before every prompt (completions)")
+    items.add_argument("--temperature", type=float, default=0.0)
+    items.add_argument("--top-p", type=float)
+    items.add_argument("--seed", type=int, default=1234, help="order of items, and the servers' sampling seed")
+    items.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests in flight per server")
+    items.add_argument("--chat-template-kwargs", metavar="JSON", help='e.g. {"enable_thinking": false}')
+    items.add_argument("--extra-body", metavar="JSON", help="further fields of every request")
+    items.add_argument("--logprobs", action=argparse.BooleanOptionalAction, default=None,
+                       help="keep logprobs of the completions (default: when all servers are ours)")
+    rule = parser.add_argument_group("verdict")
+    rule.add_argument("--margin", type=float, default=1.5, metavar="PT", help="largest acceptable drop, in points")
+    rule.add_argument("--alpha", type=float, default=0.05, help="one-sided level")
+    rule.add_argument("--repeats", type=int, default=1, metavar="K", help="ask every item K times")
+    rule.add_argument("--looks", type=int, nargs="?", const=4, default=1, metavar="K",
+                      help="O'Brien–Fleming interim looks with early stop (4 if no number is given)")
+    rule.add_argument("--aa", action=argparse.BooleanOptionalAction, default=True,
+                      help="run the baseline twice to measure its own noise")
+    rule.add_argument("--floor", type=Path, metavar="RUN", help="reuse the A/A floor of an earlier run")
+    rule.add_argument("--allow-truncated", action="store_true", help="judge even if many answers were cut")
+    rule.add_argument("--require-attestation", action="store_true", help="INVALID if a server has no /fingerprint")
+    place = parser.add_argument_group("run folder and output")
+    place.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/TASK-TIME)")
+    place.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    place.add_argument("--format", action="append", metavar="F", help="terminal, md, json, junit, html; repeatable")
+    place.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    servers = parser.add_argument_group("servers")
+    servers.add_argument("--server-arg", action="append", default=[], metavar="ARG",
+                         help="passed on to the service, e.g. --server-arg=--dtype=float32")
+    servers.add_argument("--server-cmd", metavar="TEMPLATE",
+                         help="start this instead of our service; {model} {variant} {port} are filled in")
+    servers.add_argument("--parallel-servers", action="store_true", help="all servers up at once")
+    servers.add_argument("--startup-timeout", type=float, default=600.0, metavar="S")
+    servers.add_argument("--model-name", help="name to ask a server for (default: the first it lists)")
+    servers.add_argument("--api-key", help="bearer token (default: EVALS_API_KEY)")
+    servers.add_argument("--ca", metavar="FILE", help="certificate authority to trust")
+    servers.add_argument("--insecure", action="store_true", help="do not check TLS certificates")
+    servers.add_argument("--timeout", type=float, default=300.0, metavar="S", help="per request")
+    servers.add_argument("--retries", type=int, default=5, metavar="N", help="per item, infrastructure errors only")
+    servers.add_argument("--smoke", type=int, default=20, metavar="N", help="items of the smoke stage, 0 = none")
+
+
+def _json(text: str | None, option: str) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{option} is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{option} must be a JSON object, like {{\"enable_thinking\": false}}")
+    return found
+
+
+def to_run_options(options: argparse.Namespace) -> Any:
+    """The parsed command line as `RunOptions`."""
+    from evals import tasks
+    from evals.protocol import Sampling, check_factors
+    from evals.run_options import RunOptions, arm_specs, command_line
+
+    spec = tasks.get(options.task)
+    arms = arm_specs(options.baseline, options.baseline_url, options.candidate, options.candidate_url)
+    given = options.out is not None
+    if options.resume and not given:
+        raise UsageError("--resume needs --out DIR, the folder of the run to go on with")
+    out = options.out or Path("runs") / f"{options.task}-{time.strftime('%Y%m%d-%H%M%S')}"
+    logprobs = options.logprobs
+    if logprobs is None:
+        logprobs = options.server_cmd is None and all(a.url is None for a in arms)
+    sampling = Sampling(
+        endpoint=options.endpoint,
+        max_tokens=spec.max_tokens if options.max_tokens is None else options.max_tokens,
+        temperature=options.temperature, top_p=options.top_p, seed=options.seed, concurrency=options.concurrency,
+        chat_template_kwargs=_json(options.chat_template_kwargs, "--chat-template-kwargs"),
+        extra_body=_json(options.extra_body, "--extra-body"), logprobs=logprobs, system=options.system,
+        prefix=options.prompt_prefix,
+    )
+    if sampling.endpoint != "chat" and (sampling.system or sampling.chat_template_kwargs):
+        raise UsageError("--system and --chat-template-kwargs need --endpoint chat")
+    if sampling.endpoint == "chat" and sampling.prefix:
+        raise UsageError("--prompt-prefix needs --endpoint completions; a chat server applies its own template")
+    return RunOptions(
+        task=options.task, arms=arms, model=options.model, data=options.data, train=options.train,
+        limit=options.limit, shots=options.shots, sampling=sampling, margin=options.margin, alpha=options.alpha,
+        repeats=options.repeats, looks=options.looks, aa=options.aa, floor=options.floor, out=out,
+        resume=options.resume, factors=check_factors(options.factor), allow_truncated=options.allow_truncated,
+        require_attestation=options.require_attestation, parallel_servers=options.parallel_servers,
+        server_cmd=options.server_cmd, server_args=tuple(options.server_arg),
+        startup_timeout=options.startup_timeout, model_name=options.model_name,
+        api_key=options.api_key or os.environ.get("EVALS_API_KEY"),
+        tls=False if options.insecure else (options.ca or True), timeout=options.timeout, retries=options.retries,
+        smoke=options.smoke, progress=not options.quiet, command=command_line(options.argv, out, given),
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run it; an interruption says how to go on."""
+    if options.task in RUNNERS:
+        return int(importlib.import_module(RUNNERS[options.task]).main(options))
+    made = to_run_options(options)
+    from evals import run
+    from evals.run_report import check_formats
+
+    formats = check_formats(options.format)
+    try:
+        return run.main(made, formats)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; what is finished is kept. Go on with: {made.command} --resume") from None
