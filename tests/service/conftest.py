@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from service.api.prompts import PromptEncoder
 from service.api.server import Server, protocol_class
 from service.api.state import ApiSettings, Loaded, Service
 from service.tokenizer import Tokenizer
+from tests.conftest import SHARED
 from tests.service.fake_engine import FakeEngine
 
 CHAT_TEMPLATE = (
@@ -160,3 +165,64 @@ def serve_in_thread(service: Service, **timeouts: float) -> tuple[uvicorn.Server
         assert thread.is_alive(), "the server thread died at start"
         time.sleep(0.01)
     return server, thread, sock.getsockname()[1]
+
+
+@dataclass
+class RealServer:
+    """The service as its own process, on a real engine."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    model: str
+    tokenizer: Tokenizer
+    trained: bool  # the mini checkpoint, which answers sensibly; else a tiny random one
+
+    def client(self, **kwargs: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120, **kwargs)
+
+    def post(self, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+        with self.client() as client:
+            response = client.post(path, json=body)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+    def stats(self) -> dict[str, Any]:
+        with self.client() as client:
+            return client.get("/server_info").json()["stats"]
+
+
+@contextmanager
+def start_service(path: Path, log: Path, *options: str, variant: str = "bf16/reference") -> Iterator[RealServer]:
+    """Run `python -m service` on a free port until the block ends; fails with the log when it does not start."""
+    command = [sys.executable, "-m", "service", "--model", str(path), "--variant", variant, "--port", "0", *options]
+    # One thread: with two, every barrier waits for whatever else runs on the machine's cores.
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with log.open("wb") as err, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=err, env=env) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline().decode()
+            assert line.startswith("listening on http://"), f"{line!r}\n{log.read_text()[-3000:]}"
+            url = line.removeprefix("listening on ").strip()
+            yield RealServer(url, process, log, path.name, Tokenizer.load(path), path.name == "glm4moe-mini")
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+
+@pytest.fixture(scope="session")
+def real_checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
+    """The mini checkpoint when it is there, else the tiny random one with a byte-level tokenizer."""
+    mini = SHARED / "checkpoints" / "glm4moe-mini"
+    return mini if mini.exists() else build_tokenizer(tiny_checkpoint, template=None)
+
+
+@pytest.fixture(scope="session")
+def real_server(real_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """One server for all client tests of a session."""
+    with start_service(real_checkpoint, tmp_path_factory.mktemp("service") / "log.jsonl") as server:
+        yield server
