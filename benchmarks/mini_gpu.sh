@@ -1,17 +1,32 @@
 #!/usr/bin/env bash
-# Train the embedded model on one GPU and score its export: benchmarks/mini_gpu.sh SEED STEPS|SECONDSs OUT
-# With "240s" the number of steps is chosen after 100 steps so that the rest takes about that long; log.jsonl has it.
+# Train the embedded model on one GPU, several seeds side by side: benchmarks/mini_gpu.sh OUT STEPS|SECONDSs SEED...
+# "230s": the number of steps, the same for all seeds, is chosen after 100 steps so that the rest takes about that long
+# (log.jsonl has it; the same number given as STEPS repeats the run).
+# Writes per seed the checkpoint in pieces of at most 15 MiB and an archive of log and JSON files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
-seed=$1 length=$2 out=$3
+out=$1 length=$2
+shift 2
 python=${PYTHON:-python3}
 work=$(mktemp -d)
-if [[ $length == *s ]]; then flags=(--seconds "${length%s}"); else flags=(--steps "$length"); fi
-$python -m evals.mini.train --seed "$seed" "${flags[@]}" --out "$work/run"
-$python -c "from pathlib import Path; from evals.mini.export import write_bf16; write_bf16(Path('$work/run/model'), Path('$work/bf16'))"
-$python -m evals.mini.evaluate "$work/bf16" --batch 660 --out "$work/run/answers.jsonl" | tee "$work/run/score.json"
+if [[ $length == *s ]]; then flags=(--seconds "${length%s}" --length-file "$work/steps"); else flags=(--steps "$length"); fi
 mkdir -p "$out"
-split -b 15M -d "$work/run/model/model.safetensors" "$out/seed$seed-model.safetensors."
-(cd "$work/run" && tar czf "$out/seed$seed-run.tar.gz" log.jsonl score.json answers.jsonl model/*.json)
-ls -la "$out"
+pids=()
+for seed in "$@"; do
+  $python -m evals.mini.train --seed "$seed" "${flags[@]}" --out "$work/$seed" >"$work/$seed.console" 2>&1 &
+  pids+=($!)
+done
+status=0
+for pid in "${pids[@]}"; do wait "$pid" || status=1; done
+for seed in "$@"; do
+  cd "$work/$seed" || continue
+  if [[ -f model/model.safetensors ]]; then
+    split -b 15M -d model/model.safetensors "$out/seed$seed-model.safetensors."
+  fi
+  cp "$work/$seed.console" console.txt
+  tar czf "$out/seed$seed-run.tar.gz" log.jsonl console.txt $(ls model/*.json 2>/dev/null)
+  grep exact log.jsonl | tail -n 3
+  tail -n 4 console.txt | cut -c1-600
+done
+exit $status

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from evals.mini.draft import Draft, NoProblem, insert_anywhere, prose
 from evals.mini.rng import Rng
-from evals.mini.words import NAMES, STORES, UNITS, WORK
+from evals.mini.words import NAMES, PLANT_WORK, STORES, UNITS, WORK
 
 PERCENTS = (10, 20, 25, 30, 40, 50, 60, 75)
+ODD_PERCENTS = (5, 15, 35, 45, 55, 65, 70, 80, 85, 90)
 FRACTIONS = ((1, 2), (1, 3), (2, 3), (1, 4), (3, 4), (1, 5), (2, 5), (3, 5), (1, 6), (1, 10), (3, 10))
 LEAVE = (("sold", "are sold"), ("lost", "are lost"), ("moved", "are moved away"), ("broken", "are broken"))
 
@@ -15,14 +16,17 @@ def _parts(rng: Rng, steps: int, percent: bool) -> Draft:
     """A store whose stock shrinks or grows by parts (two steps each) and by plain amounts (one step each)."""
     draft = Draft()
     place, thing = rng.pick(STORES)
-    value = rng.between(3, 30) * 20
-    draft.facts.append(f"A {place} has {value} {thing}.")
+    large = rng.chance(0.25)
+    value = rng.between(30, 180) * 20 if large else rng.between(3, 30) * 20
+    percents = PERCENTS + ODD_PERCENTS if large else PERCENTS
+    top = 4000 if large else 900
+    draft.facts.append(f"A {place} has {prose(str(value))} {thing}.")
     left, used = steps, 0
     while left:
         fits: list[tuple[int, int]] = []
         if left >= 2 and value >= 12:
             fits = (
-                [(p, 100) for p in PERCENTS if value * p % 100 == 0]
+                [(p, 100) for p in percents if value * p % 100 == 0]
                 if percent
                 else [(a, b) for a, b in FRACTIONS if value % b == 0]
             )
@@ -32,7 +36,7 @@ def _parts(rng: Rng, steps: int, percent: bool) -> Draft:
             words = f"{a}%" if percent else f"{a}/{b}"
             expr = f"{value}/{b}" if a == 1 else f"{value}*{a}/{b}"
             left, used = left - 2, used + 1
-            if value + part <= 900 and rng.chance(0.3):
+            if value + part <= top and rng.chance(0.3):
                 draft.facts.append(f"Then the number of {thing} grows by {words}.")
                 draft.step("The growth is", expr, part, f" {thing}.")
                 draft.step("Now there are", f"{value}+{part}", value + part, f" {thing}.")
@@ -45,7 +49,7 @@ def _parts(rng: Rng, steps: int, percent: bool) -> Draft:
                 value -= part
             continue
         left -= 1
-        up = value < 30 or (value < 700 and rng.chance(0.5))
+        up = value < 30 or (value < top - 200 and rng.chance(0.5))
         d = rng.between(2, 60) if up else rng.between(2, min(60, value - 5))
         if left >= 2 and rng.chance(0.7):  # make the stock divisible again, so that a part can follow
             d = (-value) % 20 or 20 if up else (value % 20 or 20)
@@ -81,7 +85,8 @@ def rates(rng: Rng, steps: int) -> Draft:
     """Work at several rates, running total, then what is left of a goal, the time for it, or the pay."""
     draft = Draft()
     who, other = rng.sample(NAMES, 2)
-    noun, verb, base = rng.pick(WORK)
+    size = rng.between(1, 100)  # how large the products are
+    noun, verb, base = rng.pick(WORK if size <= 60 else PLANT_WORK)
     period, periods = rng.pick((("day", "days"), ("hour", "hours"), ("week", "weeks")))
     legs = rng.between(1, min(4, (steps + 1) // 2))
     extra = steps - (2 * legs - 1)
@@ -91,6 +96,10 @@ def rates(rng: Rng, steps: int) -> Draft:
     parts = []
     for i in range(legs):
         rate, count = rng.between(3, 25), rng.between(2, 9)
+        if size > 85:
+            rate, count = rng.between(101, 499), rng.between(12, 39)
+        elif size > 60:
+            rate, count = rng.between(13, 99), rng.between(13, 49)
         opening = f"{who} {verb}" if i == 0 else f"Then {who} {verb}"
         draft.facts.append(f"{opening} {rate} {noun} each {period} for {count} {periods}.")
         draft.step(f"In {count} {periods} {who} {verb}", f"{rate}*{count}", rate * count, f" {noun}.")

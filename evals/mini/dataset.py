@@ -10,11 +10,12 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from evals.mini.generator import VERSION, draw
+from evals.mini.generator import FAMILIES, VERSION, draw
 from evals.mini.rng import Rng
 
 SIZE = 1319
 SEED = 2026
+EVAL_FAMILIES = tuple(FAMILIES) + ("relations",)
 # How often each number of steps is drawn, of 1,000. See README.md, "The evaluation set".
 DIFFICULTY = {2: 143, 3: 143, 4: 143, 5: 143, 6: 143, 7: 143, 8: 142}
 
@@ -26,7 +27,7 @@ def load(size: int = SIZE, seed: int = SEED) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     seen: set[str] = set()
     while len(rows) < size:
-        problem = draw(rng, held_out=True, steps=rng.pick(deck))
+        problem = draw(rng, held_out=True, steps=rng.pick(deck), families=EVAL_FAMILIES)
         if problem.question in seen:
             continue
         seen.add(problem.question)

@@ -16,6 +16,7 @@ def shopping(rng: Rng, steps: int) -> Draft:
     """
     draft = Draft()
     cents = rng.chance(0.4)
+    odd = cents and rng.chance(0.4)  # prices that are no quarters of a dollar
     unit = 100 if cents else 1
     write = money if cents else str
     who, other = rng.sample(NAMES, 2)
@@ -29,6 +30,8 @@ def shopping(rng: Rng, steps: int) -> Draft:
     for good in goods[:items]:
         count = rng.between(2, 9 if cents else 12)
         price = rng.between(2, 24) * 25 if cents else rng.between(2, 15)
+        if odd:
+            price = rng.between(21, 399) * 5
         bought.append(f"{count} {good} at ${write(price)} each")
         draft.step(f"The {good} cost", f"{count}*{write(price)}", write(count * price), " dollars.")
         costs.append(count * price)

@@ -20,7 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BIAS_OFFSET = 6.94  # GLM-5.2 publishes e_score_correction_bias in [6.82, 7.06]; selection does not depend on the offset
-BIAS_LIMIT = 0.12  # and so the trained bias stays within ±0.12 of its centre
+BIAS_LIMIT = 0.25  # furthest a bias may move from its centre
+# Longest row of a router matrix. Unbounded rows saturate the sigmoid: a favoured expert then scores near 1 for every
+# token, beyond what a small bias can correct. (First GPU run, unbounded: one expert took every token in three layers.)
+ROUTER_ROW_NORM = 0.1
 GROUP_ALIGN = 16  # rows of each expert's group are padded to this many: 16-byte aligned for grouped BF16 products
 
 
@@ -32,9 +35,9 @@ class MiniConfig:
     hidden: int = 256
     layers: int = 6
     heads: int = 8
-    kv_heads: int = 2
+    kv_heads: int = 4
     head_dim: int = 64
-    dense_intermediate: int = 768
+    dense_intermediate: int = 640
     experts: int = 32
     top_k: int = 4
     moe_intermediate: int = 128
@@ -143,13 +146,14 @@ def plan_groups(ids: Tensor, experts: int) -> Plan:
     tokens, k = ids.shape
     flat = ids.flatten()
     order = torch.argsort(flat, stable=True)
-    counts = F.one_hot(flat, experts).sum(0) if flat.device.type == "cpu" else torch.bincount(flat, minlength=experts)
+    by_expert = flat[order]
+    until = torch.searchsorted(by_expert, torch.arange(experts, device=ids.device), right=True)
+    counts = torch.diff(until, prepend=until.new_zeros(1))  # (torch.bincount would wait for the GPU)
     padded = (counts + GROUP_ALIGN - 1) // GROUP_ALIGN * GROUP_ALIGN
     ends = padded.cumsum(0)
     starts = ends - padded
-    first = counts.cumsum(0) - counts
+    first = until - counts
     total = tokens * k + experts * GROUP_ALIGN
-    by_expert = flat[order]
     rows = torch.arange(tokens * k, device=ids.device) - first[by_expert] + starts[by_expert]
     source = torch.full((total,), tokens, dtype=torch.int64, device=ids.device)
     source[rows] = order // k
@@ -286,7 +290,13 @@ class MiniNetwork(nn.Module):
 
     @torch.no_grad()
     def balance(self, loads: Tensor, rate: float) -> None:
-        """Auxiliary-loss-free balancing: `rate` up for under-loaded experts, down for the others, then re-centre."""
+        """Auxiliary-loss-free balancing: `rate` up for under-loaded experts, down for the others, then re-centre.
+
+        Also keeps the router's rows short (ROUTER_ROW_NORM).
+        """
+        for block in self.blocks[1:]:
+            row = block["router"]
+            row.mul_((ROUTER_ROW_NORM / row.norm(dim=1, keepdim=True)).clamp_max(1.0))
         mean = loads.float().mean(1, keepdim=True)
         updated = self.biases + rate * torch.sign(mean - loads.float())  # type: ignore[operator]
         updated -= updated.mean(1, keepdim=True)

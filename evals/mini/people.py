@@ -9,42 +9,33 @@ from evals.mini.words import NAMES, PART_WORD, THINGS, TIMES_WORD
 LARGEST = 999
 
 
-def _relation(rng: Rng, who: str, other: str, amount: int, thing: str) -> tuple[str, str, int]:
-    """A sentence that gives `who`'s amount from `other`'s, the expression, and the value."""
+def _relation(rng: Rng, who: str, other: str, amount: int, thing: str) -> tuple[str, str, str, int]:
+    """A sentence that gives `who`'s amount from `other`'s; how the solution repeats it; the expression; the value."""
     kinds = []
     if amount <= LARGEST - 60:
-        kinds += ["more", "more", "reverse_fewer"]
+        kinds.append("more")
     if amount > 6:
-        kinds += ["fewer", "fewer", "reverse_more"]
+        kinds.append("fewer")
     if amount * 2 <= LARGEST:
-        kinds += ["times", "times"]
+        kinds.append("times")
     parts = [k for k in (2, 3, 4) if amount % k == 0 and amount >= 3 * k]
     if parts:
-        kinds += ["part", "part"]
+        kinds.append("part")
     kind = rng.pick(kinds)
     if kind == "times":
         k = rng.pick([k for k in (2, 3, 4, 5) if amount * k <= LARGEST])
-        return f"{who} has {TIMES_WORD[k]} as many {thing} as {other}.", f"{amount}*{k}", amount * k
-    if kind == "part":
+        word, expr, value = TIMES_WORD[k], f"{amount}*{k}", amount * k
+    elif kind == "part":
         k = rng.pick(parts)
-        return f"{who} has {PART_WORD[k]} as many {thing} as {other}.", f"{amount}/{k}", amount // k
-    if kind in ("more", "reverse_fewer"):
-        d = rng.between(2, 60)
-        if kind == "reverse_fewer":
-            text = f"{other} has {d} fewer {thing} than {who}."
-        elif rng.chance(0.5):
-            text = f"{who} has {d} more {thing} than {other}."
-        else:
-            text = f"{who} has {d} {thing} more than {other} has."
-        return text, f"{amount}+{d}", amount + d
-    d = rng.between(2, min(60, amount - 2))
-    if kind == "reverse_more":
-        text = f"{other} has {d} more {thing} than {who}."
-    elif rng.chance(0.5):
-        text = f"{who} has {d} fewer {thing} than {other}."
+        word, expr, value = PART_WORD[k], f"{amount}/{k}", amount // k
     else:
-        text = f"{who} has {d} {thing} fewer than {other} has."
-    return text, f"{amount}-{d}", amount - d
+        d = rng.between(2, 60 if kind == "more" else min(60, amount - 2))
+        sign = 1 if kind == "more" else -1
+        text = f"{who} has {d} {kind} {thing} than {other}."
+        if rng.chance(0.4):
+            text = f"{who} has {d} {thing} {kind} than {other} has."
+        return text, f"{d} {kind} than {other}", f"{amount}{'+' if sign > 0 else '-'}{d}", amount + sign * d
+    return f"{who} has {word} as many {thing} as {other}.", f"{word} as many as {other}", expr, value
 
 
 def relations(rng: Rng, steps: int) -> Draft:
@@ -52,7 +43,7 @@ def relations(rng: Rng, steps: int) -> Draft:
     draft, thing = Draft(), rng.pick(THINGS)
     ending = rng.pick(("own", "own", "together", "difference"))
     links = steps - (ending != "own")
-    names = rng.sample(NAMES, links + 4)
+    names = rng.sample(NAMES, links + 2)
     amounts = {names[0]: rng.between(3, 60)}
     draft.facts.append(f"{names[0]} has {amounts[names[0]]} {thing}.")
     chain = [names[0]]
@@ -61,21 +52,21 @@ def relations(rng: Rng, steps: int) -> Draft:
         if len(chain) > 1 and rng.chance(0.2) and amounts[last] + amounts[chain[-2]] <= LARGEST:
             other = chain[-2]
             draft.facts.append(f"{who} has as many {thing} as {last} and {other} together.")
+            how = f"as many as {last} and {other} together"
             expr, value = f"{amounts[last]}+{amounts[other]}", amounts[last] + amounts[other]
         else:
-            text, expr, value = _relation(rng, who, last, amounts[last], thing)
+            text, how, expr, value = _relation(rng, who, last, amounts[last], thing)
             draft.facts.append(text)
-        draft.step(f"{who} has", expr, value, f" {thing}.")
+        draft.step(f"{who} has {how}, so", expr, value, f" {thing}.")
         amounts[who] = value
         chain.append(who)
     # A person who does not matter is always a leaf: nobody's amount depends on theirs.
-    for extra in names[links + 1 : links + 1 + rng.pick((0, 0, 1, 1, 2))]:
-        if rng.chance(0.4):
-            draft.facts.append(f"{extra} has {rng.between(3, 60)} {thing}.")
-        else:
-            near = rng.pick(chain)
-            draft.facts.append(f"{extra} has {rng.between(2, 60)} more {thing} than {near}.")
-    if rng.chance(0.75):
+    extra = names[links + 1]
+    if rng.chance(0.3):
+        draft.facts.append(f"{extra} has {rng.between(3, 60)} {thing}.")
+    elif rng.chance(0.2):
+        draft.facts.append(f"{extra} has {rng.between(2, 60)} more {thing} than {rng.pick(chain)}.")
+    if rng.chance(0.65):
         rng.shuffle(draft.facts)
     last, other = chain[-1], rng.pick(chain[:-1])
     a, b = amounts[last], amounts[other]

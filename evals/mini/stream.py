@@ -6,8 +6,10 @@ Rows are plain causal packing: documents follow one another and may look back at
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import re
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,11 +141,16 @@ def _work(job: tuple[int, int, int, int]) -> np.ndarray:
     return batch(*job)
 
 
-def batches(seed: int, first: int, last: int, rows: int, length: int, workers: int) -> Generator[np.ndarray, None, None]:
+def batches(
+    seed: int, first: int, last: int, rows: int, length: int, workers: int
+) -> Generator[np.ndarray, None, None]:
     """The batches of steps first..last-1 in order, made ahead by `workers` processes (0: made here)."""
     jobs = ((seed, step, rows, length) for step in range(first, last))
     if workers == 0:
         yield from map(_work, jobs)
         return
     with multiprocessing.get_context("fork").Pool(workers) as pool:
-        yield from pool.imap(_work, jobs, chunksize=2)
+        waiting = deque(pool.apply_async(_work, (job,)) for job in itertools.islice(jobs, 16 * workers))
+        while waiting:
+            yield waiting.popleft().get()
+            waiting.extend(pool.apply_async(_work, (job,)) for job in itertools.islice(jobs, 1))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,20 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def agree(path: Path | None, mine: int) -> int:
+    """The number of steps of the first of several runs started together to propose one (its own without a file)."""
+    mine = min(mine, LONGEST)
+    if path is None:
+        return mine
+    proposal = path.with_suffix(f".{os.getpid()}")
+    proposal.write_text(str(mine))
+    try:
+        os.link(proposal, path)
+    except FileExistsError:
+        return int(path.read_text())
+    return mine
+
+
 def schedule(step: int, steps: int) -> float:
     """Share of the peak rate at a step (from 0): linear warm-up, constant, linear decay to 0 from 40 % on."""
     return min(1.0, (step + 1) / WARMUP, (steps - step) / (steps * (1 - DECAY_FROM)))
@@ -42,22 +58,23 @@ def schedule(step: int, steps: int) -> float:
 
 def to_device(rows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs, targets (int64) and target weights (FP32), each [rows, length]."""
-    packed = torch.from_numpy(rows.astype(np.int32)).to(device, non_blocking=True)
+    host = torch.from_numpy(rows.astype(np.int32))
+    packed = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
     tokens = (packed & TOKEN_MASK).long()
     marks = packed[:, 1:] & ~TOKEN_MASK
     weights = torch.where(marks == ANSWER, 1.0, torch.where(marks == QUESTION, QUESTION_WEIGHT, 0.0))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), weights
 
 
-def probe_rows(count: int, length: int) -> tuple[np.ndarray, list[int]]:
-    """Held-out problems, one a row, for teacher-forced checks; and their difficulties."""
-    encoder, rows, levels = Encoder(), [], []
+def probe_rows(count: int, length: int) -> tuple[np.ndarray, list[dict[str, Any]]]:
+    """Held-out problems, one a row, for teacher-forced checks; and the problems."""
+    encoder, rows, items = Encoder(), [], []
     for item in load(count, seed=7):  # other problems than the evaluation set's
         ids = encoder.encode(prompt(item["question"]))
         row = [i | QUESTION for i in ids] + encoder.encode(" " + item["answer"]) + [END]
         rows.append((row + [END | NONE] * (length + 1))[: length + 1])
-        levels.append(item["difficulty"])
-    return np.array(rows, dtype=np.uint16), levels
+        items.append(item)
+    return np.array(rows, dtype=np.uint16), items
 
 
 def exact_share(
@@ -73,6 +90,12 @@ def exact_share(
         right = (network.logits(tokens, dtype).detach().argmax(-1) == targets) | (weights < 1)
         out += right.all(1).tolist()
     return out
+
+
+def tally(right: list[bool], keys: list[Any]) -> dict[str, list[int]]:
+    """[right, all] by key."""
+    all_of, right_of = Counter(keys), Counter(k for k, ok in zip(keys, right, strict=True) if ok)
+    return {str(k): [right_of[k], all_of[k]] for k in sorted(all_of)}
 
 
 class Log:
@@ -115,7 +138,7 @@ def run(options: argparse.Namespace) -> Path:
     optimizer = MuonAdamW(network)
     if options.resume:
         state.read(options.resume, network, optimizer, plan)
-    probe, levels = probe_rows(options.probe, options.length)
+    probe, items = probe_rows(options.probe, options.length)
     parameters = sum(p.numel() for p in network.parameters())
     log(event="start", parameters=parameters, first=first, last=last, device=str(device), torch=torch.__version__, **plan)
     began, window, measured_from, total = time.time(), time.time(), 0.0, torch.zeros((), device=device)
@@ -126,7 +149,7 @@ def run(options: argparse.Namespace) -> Path:
             # The schedule is the same for every length up to here, so the length can still be chosen.
             synchronise(device)
             each = (time.time() - measured_from) / (MEASURED // 2)
-            options.steps = last = min(LONGEST, MEASURED + int(options.seconds / each) // 50 * 50)
+            options.steps = last = agree(options.length_file, MEASURED + int(options.seconds / each) // 50 * 50)
             plan["steps"] = last
             log(event="length", milliseconds_a_step=round(1000 * each, 1), steps=last)
         elif options.seconds and step == MEASURED // 2:
@@ -154,8 +177,11 @@ def run(options: argparse.Namespace) -> Path:
             loads.zero_()
         if (step + 1) % options.probe_every == 0 or step + 1 == last:
             exact = exact_share(network, probe, dtype, device, options.rows)
-            table = {str(n): [sum(e for e, d in zip(exact, levels, strict=True) if d == n), levels.count(n)] for n in sorted(set(levels))}
-            log(step=step + 1, exact=round(sum(exact) / len(exact), 4), exact_by_difficulty=table)
+            log(
+                step=step + 1, exact=round(sum(exact) / len(exact), 4),
+                difficulty=tally(exact, [i["difficulty"] for i in items]), family=tally(exact, [i["family"] for i in items]),
+                bias=[round(v, 4) for v in (network.biases.min().item(), network.biases.max().item())],  # type: ignore[operator]
+            )  # fmt: skip
             window = time.time()
         if step + 1 in options.save_at or (step + 1 == last < options.steps):
             state.write(options.out / f"state-{step + 1}", network, optimizer, plan | {"step": step + 1})
@@ -173,22 +199,23 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seconds", type=float, default=0, help="choose --steps so that training takes about this long")
+    parser.add_argument("--length-file", type=Path, default=None, help="with --seconds: agree on the length with other runs")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--muon-rate", type=float, default=0.02)
     parser.add_argument("--adam-rate", type=float, default=3e-3)
-    parser.add_argument("--bias-rate", type=float, default=1e-3)
+    parser.add_argument("--bias-rate", type=float, default=2e-3)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path, default=None, help="a state folder of the same plan")
     parser.add_argument("--stop-after", type=int, default=None, help="save the state after this step and end")
     parser.add_argument("--save-at", type=int, nargs="*", default=[], help="save at these steps and go on from what was saved")
-    parser.add_argument("--workers", type=int, default=10, help="processes that make batches (0: none)")
+    parser.add_argument("--workers", type=int, default=6, help="processes that make batches (0: none)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--toy", action="store_true", help="a toy model, for tests on a CPU")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     parser.add_argument("--log-every", type=int, default=50)
     parser.add_argument("--probe-every", type=int, default=500)
-    parser.add_argument("--probe", type=int, default=512, help="held-out problems for the teacher-forced check")
+    parser.add_argument("--probe", type=int, default=1024, help="held-out problems for the teacher-forced check")
     return parser
 
 

@@ -47,6 +47,9 @@ WORK = (
     ("shirts", "sews", "sew"), ("lines", "types", "type"),
 )  # fmt: skip
 
+# for rates too large for one person's hands
+PLANT_WORK = (("lines", "prints", "print"), ("parts", "packs", "pack"), ("bolts", "makes", "make"), ("seeds", "sorts", "sort"))
+
 CITIES = ("north", "south", "east", "west", "hill", "lake", "river", "coast")
 
 TIMES_WORD = {2: "twice", 3: "three times", 4: "four times", 5: "five times"}
