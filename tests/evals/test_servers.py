@@ -80,7 +80,7 @@ def test_never_ready_is_a_timeout_that_kills(tmp_path: Path) -> None:
 def test_missing_program_and_bad_template(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="cannot start '/no/such/program'"):
         Server(launch(tmp_path, "/no/such/program")).__enter__()
-    with pytest.raises(UsageError, match="known: .model. .variant. .port."):
+    with pytest.raises(UsageError, match=r"known: \{model\} \{variant\} \{port\}"):
         Server(launch(tmp_path, "prog {modell}")).__enter__()
 
 
