@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 from dataclasses import dataclass
 
@@ -89,8 +90,8 @@ def render(answer: Plan, *, color: bool = False, width: int = 100) -> str:
     console = Console(file=buffer, width=width, force_terminal=color, no_color=not color, highlight=False)
     psi = percent(answer.discordance, 1)
     console.print(
-        f"To show that a candidate is at most {answer.margin:g} points worse (one-sided {percent(1 - answer.alpha, 1)}, "
-        f"{percent(answer.power, 0)} power) at {psi} discordance: {answer.items} items."
+        f"To show that a candidate is at most {answer.margin:g} points worse (one-sided "
+        f"{percent(1 - answer.alpha, 1)}, {percent(answer.power, 0)} power) at {psi} discordance: {answer.items} items."
     )
     if answer.items > answer.n:
         if answer.repeats and answer.repeats > 1:
@@ -119,3 +120,27 @@ def render(answer: Plan, *, color: bool = False, width: int = 100) -> str:
         table.add_row(f"{margin:g} pt", *cells)
     console.print(table)
     return buffer.getvalue()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `evals plan`."""
+    add = parser.add_argument
+    add("--margin", type=float, default=1.5, metavar="PT", help="largest acceptable drop in points (default 1.5)")
+    add(
+        "--discordance",
+        type=float,
+        default=0.04,
+        metavar="SHARE",
+        help="share of items on which two runs differ, as an A/A run shows (default 0.04)",
+    )
+    add("--n", type=int, default=GSM8K, metavar="N", help=f"items available (default {GSM8K}, GSM8K's test set)")
+    add("--alpha", type=float, default=0.05, help="one-sided error level (default 0.05)")
+    add("--power", type=float, default=0.8, help="wanted chance to show it (default 0.8)")
+    add("--true-drop", type=float, default=0.0, metavar="PT", help="assumed true drop of the candidate (default 0)")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Print the plan."""
+    answer = plan(options.margin, options.discordance, options.n, options.alpha, options.power, options.true_drop)
+    print(render(answer), end="")
+    return 0

@@ -9,7 +9,7 @@ from typing import TextIO
 from evals.errors import UsageError
 from evals.run_judge import Judged
 
-FORMATS = ("terminal", "md", "json", "junit", "html")
+FORMATS = ("terminal", "md", "json", "junit", "html", "github")
 
 
 def check_formats(names: Sequence[str] | None) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ def publish(judged: Judged, folder: Path | None, formats: Sequence[str], out: Te
     made = model.build(judged)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        report.write(made, folder)
+        report.write(made, folder, judged)
     for name in formats:
         text = report.render(made, name)
         print(text, file=out, end="" if text.endswith("\n") else "\n")
