@@ -197,15 +197,19 @@ def run_all(run: Run, live: Live) -> None:
 def _candidate(run: Run, live: Live, job: Job) -> None:
     """A candidate's first pass: in prefixes, with a look after each."""
     from evals.statistics import plan_looks
+    from evals.verdict import final_look
 
     n = len(run.asks)
     entry = run.folder.arm(live.arm.name)
     entry.pop("stopped", None)
+    entry.pop("final_look", None)
     looks = plan_looks(n, run.options.looks, run.options.alpha) if run.options.looks > 1 else None
     at = {x for x in GROSS_AT if x < n and run.options.smoke} | set(looks.items if looks else ())
     for stop in sorted(at | {n}):
         ask(run, [job], run.asks[:stop])
         if stop == n:
+            if looks is not None:  # earlier looks are paid for: the last one has a higher critical value
+                entry["final_look"] = asdict(final_look(looks))
             return
         reason = _early(run, live.arm.name, stop, looks)
         if reason is not None:

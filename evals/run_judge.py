@@ -130,7 +130,8 @@ def judge_run(path: Path) -> Judged:
     stored = folder.data.get("floor")
     floor = Floor.from_dict(stored) if stored else None
     stops = {name: entry["stopped"] for name, entry in folder.data["arms"].items() if entry.get("stopped")}
-    return assemble(meta, protocol, problems, arms, found, floor, stops)
+    looks = {name: entry["final_look"] for name, entry in folder.data["arms"].items() if entry.get("final_look")}
+    return assemble(meta, protocol, problems, arms, found, floor, stops, looks)
 
 
 def assemble(
@@ -141,8 +142,13 @@ def assemble(
     findings: Sequence[Finding],
     floor: Floor | None = None,
     stops: Mapping[str, Mapping[str, Any]] | None = None,
+    looks: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Judged:
-    """Pair, measure the floor and judge every candidate."""
+    """Pair, measure the floor and judge every candidate.
+
+    `stops` says which candidates were stopped early and at which look; `looks` the last planned look of those that
+    ran to the end with looks on the way.
+    """
     groups: dict[str, list[ArmResult]] = {}
     for arm in arms:
         groups.setdefault(arm.name, []).append(arm)
@@ -167,11 +173,18 @@ def assemble(
     comparisons = tuple(
         Comparison(name, outcomes.candidate[0].variant, outcomes, judge(
             outcomes, policy=policy, integrity=integrity, floor=floor, p_adjusted=p,
-            look=Look(**stop["look"]) if stop and stop.get("look") else None,
+            look=_look(name, stop, looks),
         ), stop)
         for (name, outcomes, stop), p in zip(paired, adjusted, strict=True)
     )
     return Judged(meta, protocol, problems, tuple(arms), comparisons, integrity, floor, policy)
+
+
+def _look(
+    name: str, stop: Mapping[str, Any] | None, looks: Mapping[str, Mapping[str, Any]] | None
+) -> Look | None:
+    found = stop.get("look") if stop else (looks or {}).get(name)
+    return Look(**found) if found else None
 
 
 def _only(baseline: ArmResult, candidate: ArmResult) -> ArmResult:
