@@ -58,10 +58,11 @@ def ensure_format(path: str | Path, format: WeightFormat) -> Path:
 
 def _identity(source: Checkpoint, format: WeightFormat) -> dict[str, Any]:
     """All that decides the bytes of the converted checkpoint."""
+    weights = {f.name for f in source.files()}
     others = {
         f.name: file_sha256(f)
         for f in sorted(source.path.iterdir())
-        if f.is_file() and f not in source.files() and f.stat().st_size < 64 << 20
+        if f.is_file() and f.name not in weights and f.stat().st_size < 64 << 20
     }
     return {
         "source_sha256": source.sha256(),

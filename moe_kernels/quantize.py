@@ -77,8 +77,9 @@ def quantize(
         target.mkdir(parents=True, exist_ok=True)
         _write(source, target, format, only, scales, max_shard_bytes)
     except BaseException:  # Ctrl-C and a full disk included: leave nothing half-written
-        if created:
-            shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(target, ignore_errors=True)
+        if not created:
+            target.mkdir(exist_ok=True)
         raise
     return target
 

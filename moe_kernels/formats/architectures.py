@@ -88,7 +88,8 @@ class Architecture:
 
 def number(config: Mapping[str, Any], key: str, default: int | None = None, minimum: int = 1) -> int:
     """An integer of the config, or CheckpointError naming the key."""
-    value = config.get(key, default)
+    value = config.get(key)
+    value = default if value is None else value
     if value is None:
         raise CheckpointError(f"config.json has no '{key}'; copy config.json from the original model")
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
@@ -154,13 +155,16 @@ def _glm4_moe_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _noaux_tc(config: Mapping[str, Any]) -> RoutingConfig:
     """DeepSeek-V3's routing with the defaults of transformers' Glm4MoeConfig."""
+    factor = config.get("routed_scaling_factor", 1.0)
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+        raise CheckpointError(f"config.json: routed_scaling_factor must be a positive number, got {factor!r}")
     routing = RoutingConfig(
         num_experts=_experts(config),
         top_k=number(config, "num_experts_per_tok"),
         n_group=number(config, "n_group", 1),
         topk_group=number(config, "topk_group", 1),
         norm_topk_prob=bool(config.get("norm_topk_prob", True)),
-        routed_scaling_factor=float(config.get("routed_scaling_factor", 1.0)),
+        routed_scaling_factor=float(factor),
         scoring="sigmoid",
     )
     if routing.top_k > routing.num_experts or routing.num_experts % routing.n_group:

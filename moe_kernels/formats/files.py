@@ -57,15 +57,15 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             if size < 8 or length > size - 8:
                 raise CheckpointError(f"{path} is truncated or no safetensors file ({size} bytes); {_AGAIN}")
             header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        entries = [(n, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for n, e in header.items()]
     except FileNotFoundError:
         raise CheckpointError(f"shard {path} is missing; {_AGAIN}") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} has no readable safetensors header ({error}); {_AGAIN}") from None
-    header.pop("__metadata__", None)
     tensors, end = {}, 0
-    for name, entry in header.items():
-        first, last = entry["data_offsets"]
-        info = TensorInfo(name, entry["dtype"], tuple(entry["shape"]), path, last - first)
+    for name, dtype, shape, first, last in entries:
+        info = TensorInfo(name, dtype, shape, path, last - first)
         bits = _BITS.get(info.dtype)
         if bits is not None and math.prod(info.shape) * bits != info.nbytes * 8:
             raise CheckpointError(f"{path}: {name} has {info.nbytes} bytes, not {info.dtype} {list(info.shape)}")
@@ -86,6 +86,9 @@ def read_tensor_table(folder: Path) -> dict[str, TensorInfo]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map'; {_AGAIN}")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{index} names the shard {file!r}, which is no file of this folder; {_AGAIN}")
     shards = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
     tensors = {}
     for name, file in weight_map.items():

@@ -86,6 +86,8 @@ def _regex(pattern: str, module: str) -> bool:
 def declared_scheme(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> QuantScheme:
     """The scheme from `config.json` and the content of `hf_quant_config.json` (None where absent)."""
     section = config.get("quantization_config") or config.get("compression_config")
+    if section and not isinstance(section, dict):
+        raise CheckpointError("config.json: quantization_config must be an object; copy the checkpoint again")
     if modelopt is not None:
         inner = modelopt.get("quantization")
         if not isinstance(inner, dict):
