@@ -5,8 +5,8 @@ gathered block-wise and run as one batched SDPA per group of similar length; eac
 
 Every query's result must depend on its own sequence only, to the bit. Three rules give that, where the kernels allow:
 query heads that share a KV head are folded into the rows of one product, rows are never fewer than `min_rows`, and the
-KV length is padded (and masked) to a multiple of `kv_tile`. `choose_tiles` finds the smallest tile for which torch's SDPA
-really is bit-equal for a head shape and dtype, by trying.
+KV length is padded (and masked) to a multiple of `kv_tile`. `choose_tiles` finds the smallest tile for which
+torch's SDPA really is bit-equal for a head shape and dtype, by trying.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from service.engine.kv_cache import TRASH_BLOCK, PagedKV
+from service.engine.kv_cache import ZERO_BLOCK, PagedKV
 
 NAME = "moe_parity_paged"
 QUERY_TILE = 128  # queries of a prefill chunk attended at once: bounds the mask's size
@@ -112,7 +112,7 @@ def _similar(spans: list[Span], tile: int) -> list[list[Span]]:
 def _decode_group(spans: list[Span], start: int, block: int, tile: int, device: torch.device) -> Group:
     length = _ceil(max(span.kv_len for span in spans), tile)
     width = length // block
-    table = np.full((len(spans), width), TRASH_BLOCK, dtype=np.int64)
+    table = np.full((len(spans), width), ZERO_BLOCK, dtype=np.int64)
     for row, span in zip(table, spans, strict=True):
         used = -(-span.kv_len // block)
         row[:used] = span.blocks[:used]
@@ -125,7 +125,7 @@ def _decode_group(spans: list[Span], start: int, block: int, tile: int, device: 
 def _prefill_group(span: Span, start: int, position: int, count: int, block: int, heads: int, tile: int,
                    device: torch.device) -> Group:
     length = _ceil(position + count, tile)
-    table = np.full(length // block, TRASH_BLOCK, dtype=np.int64)
+    table = np.full(length // block, ZERO_BLOCK, dtype=np.int64)
     used = -(-(position + count) // block)
     table[:used] = span.blocks[:used]
     rows = np.repeat(np.arange(position, position + count), heads)
@@ -146,9 +146,10 @@ def paged_attention(
     `key` and `value` are this step's only and already in the pool, so they are not read.
     """
     if paged is None:
-        raise RuntimeError(f"attention '{NAME}' needs the engine's `paged` context: call the model through service.engine")
+        raise RuntimeError(f"attention '{NAME}' needs a `paged` context: call the model through service.engine")
     _, heads, tokens, dim = query.shape
-    kv, steps, layer = paged.kv, paged.plan, module.layer_idx
+    kv, steps = paged.kv, paged.plan
+    layer: int = module.layer_idx  # type: ignore[assignment]
     per_kv = heads // kv.heads
     rows = query[0].transpose(0, 1).reshape(tokens, kv.heads, per_kv, dim)
     k_pool, v_pool = kv.k_blocks[layer], kv.v_blocks[layer]
@@ -187,9 +188,9 @@ def choose_tiles(kv_heads: int, per_kv: int, head_dim: int, dtype: torch.dtype, 
                  device_type: str = "cpu") -> Tiles:
     """The smallest (kv_tile, min_rows) for which SDPA gives the same bits however a query is batched.
 
-    Tried on random data: a lone query padded to its own tile, against the same query padded to every longer length, in a
-    batch of several, and as the last row of chunks of several sizes. Where nothing holds, `invariant` is False and the
-    engine's results agree to rounding only.
+    Tried on random data: a lone query padded to its own tile, against the same query padded to every longer length,
+    in a batch of several, and as the first and last row of chunks of several sizes. Where nothing holds, `invariant`
+    is False and the engine's results agree to rounding only.
     """
     for min_rows, tile in itertools.product((1, 8, 16), (64, 128, 256, FLASH_KV)):
         if tile % block == 0 and _bit_equal(kv_heads, per_kv, head_dim, dtype, tile, min_rows, device_type):

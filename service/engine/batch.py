@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from service.attention import AttentionPlan, Span, Tiles, plan
-from service.engine.kv_cache import TRASH_BLOCK
 from service.engine.scheduler import Chunk
 
 MIN_TOKENS = 8  # FP32 products (the router's at least) round differently below 8 rows on the CPU
@@ -17,7 +16,7 @@ MIN_TOKENS = 8  # FP32 products (the router's at least) round differently below 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One packed step. `ids`, `positions` int64 [1, T], `slots` int64 [T]; chunk i owns rows [starts[i], +count)."""
+    """One packed step: `ids`, `positions` int64 [1, T], `slots` int64 [tokens]; chunk i owns rows [starts[i], +count)."""
 
     chunks: list[Chunk]
     starts: list[int]
@@ -45,7 +44,7 @@ def pack(chunks: list[Chunk], block: int, heads_per_kv: int, tiles: Tiles, devic
     padded = padded_tokens(total)
     ids = np.zeros(padded, dtype=np.int64)
     positions = np.zeros(padded, dtype=np.int64)
-    slots = np.full(padded, TRASH_BLOCK, dtype=np.int64)
+    slots = np.zeros(total, dtype=np.int64)
     starts, spans, at = [], [], 0
     for chunk in chunks:
         sequence, count = chunk.sequence, chunk.count

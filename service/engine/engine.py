@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from service.config import ConfigError, EngineConfig
+from service.engine.checks import check_request
+from service.engine.counters import Counters
 from service.engine.kv_cache import BlockPool
 from service.engine.output import apply_token, collect_prompt_logprobs, sampling_row, take_event
 from service.engine.runner import Loaded, ModelRunner
@@ -28,7 +30,6 @@ from service.engine.types import (
     NonFiniteLogits,
     QueueFull,
     RequestInvalid,
-    RequestTooLong,
     RoutingResult,
     StepEvent,
 )
@@ -40,7 +41,6 @@ Sink = Callable[[StepEvent], None]
 DEFAULT_BLOCKS = 1024
 MAX_FAILED_STEPS = 3  # in a row: then the engine declares itself unhealthy instead of failing requests for ever
 PROMPT_TAIL = 8  # prompt tokens the detokeniser starts from, for tokenizers whose text depends on the left context
-RATE_WINDOW = 10.0  # seconds
 
 
 class Engine:
@@ -75,9 +75,7 @@ class Engine:
         self._arrivals = 0
         self._failed_steps = 0
         self._fatal: BaseException | None = None
-        self._totals = dict.fromkeys(("prompt", "generated", "steps", "finished", "failed", "cancelled"), 0)
-        self._last_step = 0.0
-        self._rate: deque[tuple[float, int]] = deque()
+        self.counters = Counters()
 
     # ---- callable from any thread -----------------------------------------------------------------------------------
 
@@ -108,7 +106,8 @@ class Engine:
         `every_step=False` sends one event only, when the request ends: cheaper, for answers that are not streamed.
         Raises RequestTooLong, RequestInvalid, QueueFull or EngineStopped; then no event follows.
         """
-        self._check(request)
+        check_request(request, self.max_model_len, self.runner.vocab, self.config.max_logprobs,
+                      has_tokenizer=self.tokenizer is not None)
         params = request.params
         seed = secrets.randbits(63) if params.seed is None else params.seed
         text = TextStream(self.tokenizer, request.prompt_ids[-PROMPT_TAIL:], params.stop, params.include_stop_str,
@@ -146,45 +145,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of counters."""
-        now = time.monotonic()
-        recent = [(t, n) for t, n in list(self._rate) if now - t <= RATE_WINDOW]
-        span = max(now - recent[0][0], 1e-3) if len(recent) > 1 else 0.0
-        return EngineStats(
-            running=len(self.scheduler.running), waiting=max(0, len(self._live) - len(self.scheduler.running)),
-            kv_used=self.pool.used, kv_total=self.pool.total,
-            prompt_tokens_total=self._totals["prompt"], generated_tokens_total=self._totals["generated"],
-            preemptions_total=self.scheduler.preemptions, steps_total=self._totals["steps"],
-            last_step_seconds=self._last_step,
-            tokens_per_second=sum(n for _, n in recent[1:]) / span if span else 0.0,
-            requests_finished_total=self._totals["finished"], requests_failed_total=self._totals["failed"],
-            requests_cancelled_total=self._totals["cancelled"],
-        )
-
-    def _check(self, request: GenerationRequest) -> None:
-        params, prompt = request.params, request.prompt_ids
-        if not prompt:
-            raise RequestInvalid("the prompt is empty: send at least one token")
-        if params.max_tokens < 0:
-            raise RequestInvalid(f"max_tokens must be at least 0, got {params.max_tokens}")
-        if len(prompt) + params.max_tokens > self.max_model_len:
-            raise RequestTooLong(len(prompt), params.max_tokens, self.max_model_len)
-        vocab = self.runner.vocab
-        bad = next((t for t in prompt if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise RequestInvalid(f"prompt token id {bad} is outside the vocabulary of {vocab}")
-        bad = next((t for t in params.stop_token_ids if not 0 <= t < vocab), None)
-        if bad is not None:
-            raise RequestInvalid(f"stop token id {bad} is outside the vocabulary of {vocab}")
-        if params.stop and self.tokenizer is None:
-            raise RequestInvalid("stop strings need a tokenizer, and this engine has none")
-        if not (params.temperature >= 0 and 0 < params.top_p <= 1 and params.top_k >= 0 and 0 <= params.min_p <= 1):
-            raise RequestInvalid(
-                f"temperature {params.temperature} must be >= 0, top_p {params.top_p} in (0, 1], "
-                f"top_k {params.top_k} >= 0 and min_p {params.min_p} in [0, 1]")
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(params, name)
-            if value is not None and not 0 <= value <= self.config.max_logprobs:
-                raise RequestInvalid(f"{name} must be between 0 and {self.config.max_logprobs}, got {value}")
+        running = len(self.scheduler.running)
+        return self.counters.stats(
+            running=running, waiting=max(0, len(self._live) - running), kv_used=self.pool.used,
+            kv_total=self.pool.total, preemptions_total=self.scheduler.preemptions)
 
     # ---- engine thread ----------------------------------------------------------------------------------------------
 
@@ -195,23 +159,26 @@ class Engine:
                     self._wake.wait()
                 messages, self._inbox = self._inbox, deque()
                 stopping = self._stopping
-            self._handle(messages)
-            if stopping:
-                self._fail_all(EngineStopped("the service stopped before this request finished"))
-                return
+            try:
+                self._handle(messages)
+                if stopping:
+                    self._fail_all(EngineStopped("the service stopped before this request finished"))
+                    return
+                if self.healthy:
+                    self.step()
+            except Exception as error:  # outside a step's own handling: state can no longer be trusted
+                log.exception("the engine thread failed")
+                self._fatal = error
             if not self.healthy:
                 self._fail_all(EngineStopped(f"the engine has failed: {self._fatal}"))
-                continue
-            self.step()
 
     def _handle(self, messages: Iterable[tuple[str, Any]]) -> None:
         for kind, value in messages:
             if kind == "add":
-                if self._live.get(value.request_id) is value:
-                    self.scheduler.add(value)
-            elif (sequence := self._live.pop(value, None)) is not None:
-                self._totals["cancelled"] += 1
-                self._drop(sequence)
+                self.scheduler.add(value)
+            elif (doomed := self._live.pop(value, None)) is not None:
+                self.counters.cancelled += 1
+                self.scheduler.finish(doomed)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -229,8 +196,7 @@ class Engine:
             self._step_failed(chunks, error)
         else:
             self._failed_steps = 0
-        self._totals["steps"] += 1
-        self._last_step = time.perf_counter() - began
+        self.counters.stepped(time.perf_counter() - began)
 
     def _run(self, chunks: list[Chunk]) -> None:
         batch = self.runner.pack(chunks)
@@ -246,7 +212,7 @@ class Engine:
             sequence = chunk.sequence
             if sequence.wants_prompt_rows:
                 collect_prompt_logprobs(self.runner, sequence, chunk.count, start, hidden)
-            self._totals["prompt"] += max(0, min(sequence.prompt_length - sequence.computed, chunk.count))
+            self.counters.prompt += max(0, min(sequence.prompt_length - sequence.computed, chunk.count))
             sequence.computed += chunk.count
             if sequence.computed == len(sequence.ids):
                 last_rows.append(start + chunk.count - 1)
@@ -264,16 +230,15 @@ class Engine:
             if sequence.params.max_tokens > 0:
                 made += 1
             self._report(sequence, apply_token(sequence, token, self.eos_ids))
-        self._totals["generated"] += made
-        self._note_rate(made)
+        self.counters.made(made)
 
     def _report(self, sequence: Sequence, event: StepEvent) -> None:
         if event.finished:
             self._live.pop(sequence.request_id, None)
             self.scheduler.finish(sequence)
-            self._totals["finished"] += 1
+            self.counters.finished += 1
             if sequence.routing is not None:
-                event.routing = RoutingResult(sequence.routing[: len(sequence.ids) - 1 or 1], self.runner.routing.layers)
+                event.routing = RoutingResult(sequence.routing[: sequence.computed], self.runner.routing.layers)
         ready = take_event(sequence, event)
         if ready is not None:
             self._send(sequence, ready)
@@ -284,8 +249,8 @@ class Engine:
         except Exception:
             log.exception("the receiver of request %s failed; the request is dropped", sequence.request_id)
             if self._live.pop(sequence.request_id, None) is not None:
-                self._totals["cancelled"] += 1
-                self._drop(sequence)
+                self.counters.cancelled += 1
+                self.scheduler.finish(sequence)
 
     def _keep_routing(self, batch: Any, ids: torch.Tensor) -> None:
         for chunk, start in zip(batch.chunks, batch.starts, strict=True):
@@ -302,16 +267,11 @@ class Engine:
 
     def _fail_non_finite(self, sequence: Sequence) -> None:
         sequence.checked = 0  # its blocks hold NaN: wipe them
-        position = sequence.computed - 1
-        where = "unknown"
+        position, where = sequence.computed - 1, "not found"
         try:
-            done, sequence.computed = sequence.computed, 0
-            count = min(done, self.config.max_batch_tokens)
-            where = self.runner.first_bad_layer(Chunk(sequence, count))
-            sequence.computed = done
+            where = self.runner.first_bad_layer(sequence, self.config.max_batch_tokens)
         except Exception:
             log.exception("could not locate the non-finite layer of request %s", sequence.request_id)
-            sequence.computed = max(sequence.computed, position + 1)
         self._fail(sequence, NonFiniteLogits(
             f"request {sequence.request_id}: the model's logits at position {position} are NaN or infinite; "
             f"first non-finite output: {where}"))
@@ -331,23 +291,14 @@ class Engine:
 
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
         self._live.pop(sequence.request_id, None)
-        self._totals["failed"] += 1
-        self._drop(sequence)
+        self.counters.failed += 1
+        self.scheduler.finish(sequence)
         self._send(sequence, StepEvent(sequence.request_id, finished=True, error=error,
                                        prompt_tokens=sequence.prompt_length, completion_tokens=sequence.generated))
 
     def _fail_all(self, error: EngineError) -> None:
         for sequence in list(self._live.values()):
             self._fail(sequence, error)
-
-    def _drop(self, sequence: Sequence) -> None:
-        self.scheduler.finish(sequence)
-
-    def _note_rate(self, made: int) -> None:
-        now = time.monotonic()
-        self._rate.append((now, made))
-        while self._rate and now - self._rate[0][0] > RATE_WINDOW:
-            self._rate.popleft()
 
 
 def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-TRASH_BLOCK = 0  # padding tokens write here; never given to a sequence
+ZERO_BLOCK = 0  # never written and never given to a sequence: what block tables are padded with
 
 
 class BlockPool:
@@ -63,13 +63,18 @@ class PagedKV:
         self._v_slots = [layer.view(-1, row) for layer in self.v]
         self.k_blocks = [layer.view(blocks + 1, -1) for layer in self.k]
         self.v_blocks = [layer.view(blocks + 1, -1) for layer in self.v]
-        self.slots: Tensor | None = None  # int64 [T], set by the runner before each forward
+        self.slots: Tensor | None = None  # int64 [tokens without padding], set by the runner before each forward
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Store key and value [1, kv_heads, T, head_dim] of the packed tokens."""
-        tokens = key.shape[2]
-        self._k_slots[layer_idx].index_copy_(0, self.slots, key.transpose(1, 2).reshape(tokens, -1))
-        self._v_slots[layer_idx].index_copy_(0, self.slots, value.transpose(1, 2).reshape(tokens, -1))
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Store key and value [1, kv_heads, T, head_dim] of the packed tokens; padding rows are not stored."""
+        slots = self.slots
+        if slots is None:
+            raise RuntimeError("the KV pool has no slots set: call the model through service.engine")
+        tokens = slots.shape[0]
+        self._k_slots[layer_idx].index_copy_(0, slots, key[0, :, :tokens].transpose(0, 1).reshape(tokens, -1))
+        self._v_slots[layer_idx].index_copy_(0, slots, value[0, :, :tokens].transpose(0, 1).reshape(tokens, -1))
         return key, value
 
     def zero(self, blocks: list[int]) -> None:

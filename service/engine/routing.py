@@ -17,7 +17,7 @@ class RoutingTap:
     hook on their router, which returns (logits, weights, ids).
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self._model = model
         self._gates = {i: layer.mlp.gate for i, layer in enumerate(model.model.layers)
                        if isinstance(getattr(layer.mlp, "gate", None), nn.Module)}

@@ -14,6 +14,7 @@ from service.engine.batch import Batch, pack
 from service.engine.kv_cache import PagedKV
 from service.engine.routing import RoutingTap
 from service.engine.scheduler import Chunk
+from service.engine.sequence import Sequence
 
 ROW_MULTIPLE = 8  # rows given to the output head: few shapes to compile, and FP32 rows are bit-equal from 8 on
 
@@ -21,8 +22,9 @@ ROW_MULTIPLE = 8  # rows given to the output head: few shapes to compile, and FP
 class Loaded(Protocol):
     """What the engine needs of `moe_kernels.hf.LoadedModel`."""
 
-    model: Any
-    config: Any
+    @property
+    def model(self) -> Any:
+        """transformers' causal language model."""
 
 
 class ModelRunner:
@@ -41,6 +43,7 @@ class ModelRunner:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         self.vocab = config.vocab_size
+        self.attention_name = attention.NAME
         self.block = block
         self.per_kv = heads // kv_heads
         self.tiles = attention.choose_tiles(kv_heads, self.per_kv, head_dim, self.dtype, block, self.device.type)
@@ -74,14 +77,18 @@ class ModelRunner:
             picked = torch.cat([picked, picked[-1:].expand(missing, -1)])
         return self.model.lm_head(picked)[:count].float()
 
-    def first_bad_layer(self, chunk: Chunk) -> str:
-        """Recompute a sequence's tokens and name the first module whose output is not finite."""
+    def first_bad_layer(self, sequence: Sequence, step: int) -> str:
+        """Recompute a sequence's tokens, `step` at a time, and name the first module whose output is not finite.
+
+        Writes the same values to the sequence's own blocks again and leaves `computed` as it was.
+        """
         found: list[str] = []
+        count = 0
 
         def watch(name: str) -> Any:
             def hook(module: nn.Module, args: Any, output: Any) -> None:
                 tensor = output[0] if isinstance(output, tuple) else output
-                if not found and not torch.isfinite(tensor[:, : chunk.count]).all():
+                if not found and not torch.isfinite(tensor[:, :count]).all():
                     found.append(name)
             return hook
 
@@ -91,9 +98,14 @@ class ModelRunner:
                         for part in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")]
         watched.append(("model.norm", self.model.model.norm))
         handles = [module.register_forward_hook(watch(name)) for name, module in watched]
+        done, sequence.computed = sequence.computed, 0
         try:
-            self.hidden(self.pack([chunk]))
+            while sequence.computed < done and not found:
+                count = min(step, done - sequence.computed)
+                self.hidden(self.pack([Chunk(sequence, count)]))
+                sequence.computed += count
         finally:
+            sequence.computed = done
             for handle in handles:
                 handle.remove()
         return found[0] if found else "lm_head"

@@ -72,12 +72,15 @@ def test_cancel_within_one_step(model) -> None:
 
 def test_limits(model) -> None:
     with Running(model, max_model_len=64, max_waiting=2, max_seqs=1, max_logprobs=5) as engine:
-        with pytest.raises(RequestTooLong, match="40 tokens and max_tokens is 25: together 65.*at most 64") as caught:
+        with pytest.raises(RequestTooLong, match=r"40 tokens and max_tokens is 25: together 65.*at most 64") as caught:
             submit(engine, "a", [3] * 40, max_tokens=25)
         assert (caught.value.prompt, caught.value.max_tokens, caught.value.limit) == (40, 25, 64)
         for bad, match in (
-            (dict(max_tokens=-1), "max_tokens"), (dict(top_p=0.0), "top_p"), (dict(temperature=-1.0), "temperature"),
-            (dict(logprobs=6), "logprobs"), (dict(stop_token_ids=(512,)), "512"),
+            (dict(max_tokens=-1), "max_tokens"),
+            (dict(top_p=0.0), "top_p"),
+            (dict(temperature=-1.0), "temperature"),
+            (dict(logprobs=6), "logprobs"),
+            (dict(stop_token_ids=(512,)), "512"),
         ):
             with pytest.raises(RequestInvalid, match=match):
                 submit(engine, "a", [3], **bad)
@@ -164,8 +167,9 @@ def test_nan_is_an_error_naming_request_and_layer(tiny_checkpoint: Path) -> None
 
         model.model.model.embed_tokens.weight.data[poison] = 1e5
         model.model.model.layers[1].post_attention_layernorm.register_forward_hook(spoil)
-        others = [submit(engine, f"ok{i}", prompt, max_tokens=12, ignore_eos=True, **GREEDY)
-                  for i, prompt in enumerate(clean)]
+        others = [
+            submit(engine, f"ok{i}", prompt, max_tokens=12, ignore_eos=True, **GREEDY) for i, prompt in enumerate(clean)
+        ]
         bad = submit(engine, "poisoned", [5, poison, 6, 8], max_tokens=100, **GREEDY).wait()
         error = bad.last.error
         assert isinstance(error, NonFiniteLogits) and bad.text == "" and bad.ids == []
@@ -174,6 +178,18 @@ def test_nan_is_an_error_naming_request_and_layer(tiny_checkpoint: Path) -> None
         # The poisoned blocks are used again: nothing of the NaN may be left in them.
         again = generate(engine, clean * 2, max_tokens=12, ignore_eos=True, **GREEDY)
         assert [a.ids for a in again] == [a.ids for a in want] * 2
+
+
+def test_poisoned_padding_token_harms_nobody(tiny_checkpoint: Path) -> None:
+    """Padding rows run through the model as token 0; what they compute must not reach any sequence."""
+    model = loaded_stock(tiny_checkpoint)
+    prompts = [[5, 6, 7], [9] * 21]
+    with Running(model) as engine:
+        want = generate(engine, prompts, max_tokens=12, ignore_eos=True, **GREEDY)
+        model.model.model.embed_tokens.weight.data[0] = torch.nan
+        got = generate(engine, prompts, max_tokens=12, ignore_eos=True, **GREEDY)
+        assert [a.ids for a in got] == [a.ids for a in want] and [a.logprobs for a in got] == [a.logprobs for a in want]
+        assert isinstance(generate(engine, [[5, 0]], **GREEDY)[0].last.error, NonFiniteLogits)
 
 
 def test_failing_receiver_is_dropped(model) -> None:

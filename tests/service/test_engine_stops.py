@@ -62,8 +62,7 @@ def test_stop_string_cuts_the_text(engine: Engine, prompt: list[int], free, star
     assert answer.text == free.text[:at]
     assert (answer.last.finish_reason, answer.last.stop_reason) == ("stop", stop)
     assert answer.ids == free.ids[: len(answer.ids)]
-    (kept,) = generate(engine, [prompt], max_tokens=NEW, ignore_eos=True, stop=(stop,), include_stop_str=True,
-                       **GREEDY)
+    (kept,) = generate(engine, [prompt], max_tokens=NEW, ignore_eos=True, stop=(stop,), include_stop_str=True, **GREEDY)
     assert kept.text == free.text[: at + length]
 
 
