@@ -16,7 +16,7 @@ MIN_TOKENS = 8  # FP32 products (the router's at least) round differently below 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One packed step: `ids`, `positions` int64 [1, T], `slots` int64 [tokens]; chunk i owns rows [starts[i], +count)."""
+    """One step: `ids`, `positions` int64 [1, T], `slots` int64 [tokens]; chunk i owns rows from starts[i] on."""
 
     chunks: list[Chunk]
     starts: list[int]

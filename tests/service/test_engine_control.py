@@ -188,7 +188,8 @@ def test_poisoned_padding_token_harms_nobody(tiny_checkpoint: Path) -> None:
         want = generate(engine, prompts, max_tokens=12, ignore_eos=True, **GREEDY)
         model.model.model.embed_tokens.weight.data[0] = torch.nan
         got = generate(engine, prompts, max_tokens=12, ignore_eos=True, **GREEDY)
-        assert [a.ids for a in got] == [a.ids for a in want] and [a.logprobs for a in got] == [a.logprobs for a in want]
+        for one, other in zip(got, want, strict=True):
+            assert one.ids == other.ids and one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
         assert isinstance(generate(engine, [[5, 0]], **GREEDY)[0].last.error, NonFiniteLogits)
 
 
