@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; errors a user can cause become one line on standard error and exit code 2."""
     from evals.errors import EvalError
 
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's and datasets' inner bars; read when tqdm is imported
     words = list(sys.argv[1:] if argv is None else argv)
     command = next((word for word in words if not word.startswith("-")), None)
     parser = build_parser(command if command in COMMANDS else None)

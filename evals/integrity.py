@@ -11,6 +11,7 @@ from typing import Any
 from evals.records import ArmResult, Finding, Integrity, Protocol
 
 VOLATILE = frozenset({"path", "timing", "id"})
+FORMAT_GAP = 0.05  # strict below flexible by more than this share: template or endpoint do not fit (evals T12)
 
 
 def stable(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,6 +182,21 @@ def check_budget(arm: ArmResult, protocol: Protocol, max_model_len: int | None) 
         "over-budget", "invalid",
         f"'{arm.name}': {len(over)} prompts (up to {worst} tokens) plus {protocol.max_tokens} pass the server's "
         f"limit of {max_model_len}; lower --max-tokens or raise the server's limit", arm.name,
+    )]
+
+
+def check_format(arm: ArmResult) -> list[Finding]:
+    """lm-eval's strict filter far below its flexible one: the prompt does not get the answer format it asks for."""
+    scored = [r for r in arm.items.values() if r.strict is not None and r.flexible is not None]
+    if not scored:
+        return []
+    strict, flexible = sum(bool(r.strict) for r in scored), sum(bool(r.flexible) for r in scored)
+    if flexible - strict <= FORMAT_GAP * len(scored):
+        return []
+    return [Finding(
+        "format", "warning",
+        f"'{arm.name}': lm-eval's strict filter finds {strict} and its flexible one {flexible} of {len(scored)} "
+        "answers right; the model does not write '#### N': check --endpoint, --shots and the chat template", arm.name,
     )]
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-os.environ.setdefault("TQDM_DISABLE", "1")  # lm-eval's inner bars; ours is the one to see
 
 import datasets
 import lm_eval

@@ -214,7 +214,8 @@ def _candidate(run: Run, live: Live, job: Job) -> None:
         reason = _early(run, live.arm.name, stop, looks)
         if reason is not None:
             entry["stopped"] = reason
-            run.progress.say(f"{live.arm.name}: stopped after {stop} of {n} items: {reason['message']}")
+            log = "" if live.arm.url else f" (server log: {run.folder.log(live.arm.name)})"
+            run.progress.say(f"{live.arm.name}: stopped after {stop} of {n} items: {reason['message']}{log}")
             return
 
 

@@ -91,6 +91,7 @@ def server_findings(
             found += _invariance(rows, name)
         found += checks.check_budget(arm, protocol, entry.get("max_model_len"))
         found += _models(rows, name)
+        found += checks.check_format(arm)
         if name != BASELINE and BASELINE in by_name:
             found += checks.check_prompt_tokens(by_name[BASELINE], arm, meta.factors)
             if name != REPEAT:

@@ -11,6 +11,7 @@ from typing import Any
 
 from evals.client import base_url
 from evals.errors import UsageError
+from evals.policy import Policy
 from evals.protocol import Sampling
 
 BASELINE, REPEAT, CANDIDATE = "baseline", "baseline_repeat", "candidate"
@@ -77,6 +78,7 @@ class RunOptions:
             raise UsageError(f"--repeats must be at least 1, got {self.repeats}")
         if self.looks < 1 or (self.looks > 1 and self.repeats > 1):
             raise UsageError("--looks must be at least 1, and cannot be combined with --repeats")
+        Policy(margin=self.margin, alpha=self.alpha)
         if self.retries < 0 or self.timeout <= 0:
             raise UsageError("--retries must be 0 or more and --timeout above 0")
         if self.floor is not None and not (self.floor / "run.json").is_file():

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--factor", action="append", default=[], metavar="F",
                         help="protocol or server field that differs on purpose")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the reports there")
-    parser.add_argument("--format", action="append", metavar="F", help="terminal, md, json, junit, html; repeatable")
+    parser.add_argument("--format", action="append", metavar="F", help="terminal, md, json, junit, html, github")
 
 
 def main(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `evals report`."""
     parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
-    parser.add_argument("--format", action="append", metavar="F", help="terminal, md, json, junit, html; repeatable")
+    parser.add_argument("--format", action="append", metavar="F", help="terminal, md, json, junit, html, github")
 
 
 def main(options: argparse.Namespace) -> int:

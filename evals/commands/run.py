@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     place = parser.add_argument_group("run folder and output")
     place.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/TASK-TIME)")
     place.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    place.add_argument("--format", action="append", metavar="F", help="terminal, md, json, junit, html; repeatable")
+    place.add_argument("--format", action="append", metavar="F", help="terminal, md, json, junit, html, github")
     place.add_argument("--quiet", action="store_true", help="no progress on standard error")
     servers = parser.add_argument_group("servers")
     servers.add_argument("--server-arg", action="append", default=[], metavar="ARG",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ["TQDM_DISABLE"] = "1"  # read when tqdm is first imported
 
 from evals.protocol import Sampling
 from evals.run_options import RunOptions, arm_specs

@@ -23,15 +23,18 @@ def command(out: Path, data: Path, count: Path, *extra: str, delay: float = 0.0)
     cmd = server_cmd(data, f"--count {count} --delay {delay} --wrong mock/a=0.1 --wrong mock/b=0.12")
     return [
         sys.executable, "-m", "evals.cli", "run", "gsm8k", "--model", "m", "--baseline", "mock/a", "--candidate",
-        "mock/b", "--data", str(data), "--limit", "60", "--shots", "1", "--max-tokens", "256", "--concurrency", "4",
+        "mock/b", "--data", str(data), "--limit", "50", "--shots", "1", "--max-tokens", "256", "--concurrency", "4",
         "--server-cmd", cmd, "--out", str(out), "--quiet", *extra,
     ]
 
 
 def report(path: Path) -> bytes:
-    """report.json's bytes without the timing block."""
+    """report.json's bytes without the timing block; the command names paths that differ between our runs."""
     from evals.report import model
 
+    data = json.loads((path / "run.json").read_text())
+    data["meta"]["command"] = "the command"
+    (path / "run.json").write_text(json.dumps(data))
     return model.dumps(model.build(judge_run(path)), timing=False).encode()
 
 
@@ -63,14 +66,7 @@ def kill_when(process: subprocess.Popen[str], journal: Path, lines: int, sign: i
     raise AssertionError(f"never reached {lines} rows (exit {process.poll()})")
 
 
-def same_command(out: Path, path: Path) -> None:
-    """Put both runs at the same place in their reports: --out is part of the command line."""
-    data = json.loads((path / "run.json").read_text())
-    data["meta"]["command"] = data["meta"]["command"].replace(str(path), str(out))
-    (path / "run.json").write_text(json.dumps(data))
-
-
-@pytest.mark.parametrize("lines", [7, 90, 150])
+@pytest.mark.parametrize("lines", [7, 100])
 def test_t30_kill_9_and_resume_give_the_same_bytes(
     tmp_path: Path, data_dir: Path, whole: tuple[Path, int], lines: int
 ) -> None:
@@ -86,7 +82,6 @@ def test_t30_kill_9_and_resume_give_the_same_bytes(
     done = subprocess.run(command(out, data_dir, count, "--resume"), capture_output=True, text=True)
     assert done.returncode in (0, 1, 3, 5), done.stderr
     assert asked(count) - before == requests - kept
-    same_command(reference, out)
     assert report(out) == report(reference)
 
 
