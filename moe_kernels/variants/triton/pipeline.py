@@ -15,8 +15,12 @@ from moe_kernels.variants.triton.config import GemmConfig
 from moe_kernels.variants.triton.gemm import gemm1_kernel, gemm2_kernel
 from moe_kernels.variants.triton.quant import quantise_kernel
 from moe_kernels.variants.triton.route import route_quantise_kernel
-from moe_kernels.variants.triton.sort import count_kernel, scatter_kernel
+from moe_kernels.variants.triton.sort import count_kernel, prefix_kernel, scatter_kernel
 from moe_kernels.variants.triton.tiles import max_tiles
+
+
+FUSED_TOKENS = 512  # above, quantisation does not share the routing launch
+PREFIX_CHUNKS = 64  # above, a launch of its own sums the histograms
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,9 @@ class Sizes:
 
     @property
     def warps(self) -> int:
-        """Warps of a routing program."""
-        return 4 if self.chunk * self.padded <= 1024 else 8
+        """Warps of a routing program: one for one token, whose reductions then need no barrier."""
+        elements = self.chunk * self.padded
+        return 1 if elements <= 256 else 4 if elements <= 1024 else 8
 
 
 def quant_block(tokens: int) -> int:
@@ -71,7 +76,8 @@ def route_sort_quantise(
 ) -> tuple[Routing, Order | None, Tensor | None, Tensor | None]:
     """Routing, order and (where `hidden` is given) x_q E4M3 [T, H] with scales [H/128, T] or [T, H/128].
 
-    One launch for up to 32 tokens (16 with more than 128 experts), two above.
+    One launch for up to 32 tokens (16 with more than 128 experts); two up to FUSED_TOKENS; above, a quantiser
+    of its own, which runs at a higher occupancy.
     """
     tokens = logits.shape[0]
     sizes = Sizes(tokens, config.num_experts, config.top_k)
@@ -87,19 +93,20 @@ def route_sort_quantise(
         histogram = _empty(logits, sizes.chunks, experts, dtype=torch.int32)
     x_q = x_scale = None
     quant_programs, block_q, width = 0, 1, 128
-    if hidden is not None:
+    if hidden is not None and tokens > FUSED_TOKENS:
+        x_q, x_scale = quantise_hidden(hidden, column_major=column_major)
+    elif hidden is not None:
         width = hidden.shape[1]
         x_q, x_scale = quantised_like(hidden, column_major)
         block_q = quant_block(tokens)
         quant_programs = triton.cdiv(tokens, block_q) * (width // 128)
     route_quantise_kernel[(sizes.chunks + quant_programs,)](
-        logits, bias if bias is not None else weights, hidden if hidden is not None else weights,
+        logits, bias if bias is not None else weights, hidden if quant_programs else weights,
         ids64, ids, weights, ranks, histogram, slots, tiles,
-        x_q if x_q is not None else weights, x_scale if x_scale is not None else weights,
-        tokens, config.routed_scaling_factor, sizes.chunks,
-        H=width, E=experts, E_PAD=sizes.padded, K=k, BT=sizes.chunk, HAS_BIAS=bias is not None,
-        NORM=config.norm_topk_prob, SINGLE=single, BLOCK_M=block_m, COLUMN_MAJOR=column_major,
-        MODE="none" if hidden is None else "fp8", BQ=block_q, num_warps=sizes.warps,
+        x_q if quant_programs else weights, x_scale if quant_programs else weights, tokens, config.routed_scaling_factor, sizes.chunks,
+        H=width, E=experts, E_PAD=sizes.padded, K=k, K_PAD=triton.next_power_of_2(k), BT=sizes.chunk,
+        HAS_BIAS=bias is not None, NORM=config.norm_topk_prob, SINGLE=single, BLOCK_M=block_m,
+        COLUMN_MAJOR=column_major, MODE="fp8" if quant_programs else "none", BQ=block_q, num_warps=sizes.warps,
     )
     routing = Routing(ids64, weights)
     if not sort:
@@ -132,11 +139,16 @@ def sort_by_expert(ids: Tensor, experts: int, block_m: int) -> Order:
 def _scatter(
     ids: Tensor, ranks: Tensor, histogram: Tensor, slots: Tensor, tiles: Tensor, sizes: Sizes, block_m: int
 ) -> None:
-    base = _empty(ids, sizes.chunks, sizes.padded, dtype=torch.int32)
+    before, totals, prefix = ids, ids, sizes.chunks > PREFIX_CHUNKS
+    if prefix:
+        before, totals = torch.empty_like(histogram), _empty(ids, sizes.experts, dtype=torch.int32)
+        prefix_kernel[(triton.cdiv(sizes.experts, 16),)](
+            histogram, before, totals, sizes.chunks, E=sizes.experts, BE=16, BC=128, num_warps=4
+        )
     scatter_kernel[(sizes.chunks,)](
-        ids, ranks, histogram, base, slots, tiles, sizes.tokens, sizes.chunks,
+        ids, ranks, histogram, before, totals, slots, tiles, sizes.tokens, sizes.chunks,
         E=sizes.experts, E_PAD=sizes.padded, K=sizes.top_k, BT=sizes.chunk, BC=max(1, 4096 // sizes.padded),
-        BP=triton.next_power_of_2(sizes.chunk * sizes.top_k), BLOCK_M=block_m, num_warps=4,
+        BP=triton.next_power_of_2(sizes.chunk * sizes.top_k), BLOCK_M=block_m, PREFIX=prefix, num_warps=4,
     )
 
 
