@@ -49,10 +49,12 @@ def difference(analysis: Analysis) -> str:
 def regression(analysis: Analysis, policy: Policy, p: float) -> str:
     beyond = analysis.ni.upper < -policy.delta
     size = f"beyond the margin of {policy.margin:g} pt" if beyond else f"at least {points(-analysis.ni.upper)} pt"
+    test = "McNemar mid-p" if analysis.clustered.deff == 1 else "McNemar score, clustered by item"
+    adjusted = ", Holm-adjusted" if p != analysis.p_worse else ""
     return (
-        f"Regression shown, {size}: {difference(analysis)}, {analysis.table.b} worse and {analysis.table.c} better, "
-        f"one-sided {p_value(p)} (McNemar {'mid-p' if analysis.clustered.deff == 1 else 'score, clustered by item'}"
-        f"{', Holm-adjusted' if p != analysis.p_worse else ''}), upper bound {points(analysis.ni.upper)} pt."
+        f"Regression shown on this protocol, {size}: {difference(analysis)}, "
+        f"{analysis.table.b} worse and {analysis.table.c} better, one-sided {p_value(p)} ({test}{adjusted}), "
+        f"upper bound {points(analysis.ni.upper)} pt."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from evals.report import common
 from evals.wording import percent, points
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 STYLE = {
     "PASS": "bold green",
     "FAIL": "bold red",
@@ -39,8 +41,18 @@ def render(report: common.Report, *, color: bool = False, width: int = 100) -> s
     return buffer.getvalue()
 
 
+def printable(value: Any) -> Any:
+    """A report without control characters: server names and messages must not drive the reader's terminal."""
+    if isinstance(value, str):
+        return _CONTROL.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {k: printable(v) for k, v in value.items()}
+    return [printable(v) for v in value] if isinstance(value, list) else value
+
+
 def show(report: common.Report, console: Console) -> None:
     """Print the report to a rich console."""
+    report = printable(report)
     for comparison in report["comparisons"]:
         _comparison(report, comparison, console)
     if len(report["comparisons"]) > 1:

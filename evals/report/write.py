@@ -38,7 +38,7 @@ def write(report: Mapping[str, Any], folder: Path, judged: Judged | None = None)
 
 
 def _line(candidate: str, flip: Mapping[str, Any]) -> str:
-    return json.dumps({"candidate": candidate} | dict(flip), ensure_ascii=False, sort_keys=True) + "\n"
+    return json.dumps({"arm": candidate} | dict(flip), ensure_ascii=False, sort_keys=True) + "\n"
 
 
 def _flip_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -49,7 +49,7 @@ def _flip_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def all_flip_lines(judged: Judged) -> Iterator[str]:
-    """flips.jsonl: one JSON object per flip, with the candidate's name."""
+    """flips.jsonl: one JSON object per flip; `arm` is the candidate's name."""
     for comparison in judged.comparisons:
         for flip in all_flips(comparison.outcomes, judged.floor):
             yield _line(comparison.name, flip)

@@ -2,7 +2,7 @@
 document.documentElement.classList.add("js");
 for (const bar of document.querySelectorAll("[data-filter-for]")) {
   const list = document.getElementById(bar.dataset.filterFor);
-  const buttons = Array.from(bar.querySelectorAll("button"));
+  const buttons = Array.from(bar.querySelectorAll("button[data-kind]"));
   const status = bar.querySelector("[role=status]");
   const apply = (kind) => {
     let shown = 0;
