@@ -45,3 +45,12 @@ def require_float(x: Tensor, what: str) -> None:
     """Refuse what is no floating-point tensor with at least one dimension."""
     if not x.is_floating_point() or x.ndim < 1:
         raise QuantizationError(f"{what} must be a floating-point tensor, got {x.dtype} {tuple(x.shape)}")
+
+
+def constant(like: Tensor, value: float) -> Tensor:
+    """`value` as a 0-d FP32 tensor on the device of `like`, to divide by.
+
+    On CUDA torch turns division by a Python number into a product with its reciprocal, one ulp off the CPU's
+    quotient; with BF16 inputs that flips about 2 % of the E4M3 roundings (ties). A tensor is divided by exactly.
+    """
+    return torch.full((), value, dtype=torch.float32, device=like.device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.errors import ContractError, QuantizationError
-from moe_kernels.quant.blocks import ceil_div, require_finite, require_float, slices
+from moe_kernels.quant.blocks import ceil_div, constant, require_finite, require_float, slices
 from moe_kernels.records import FP8_BLOCK
 
 E4M3 = torch.float8_e4m3fn
@@ -70,9 +70,9 @@ def quantize_activations(
         values = _grouped(x[part], groups, group)
         amax = values.abs().amax(-1).clamp_(min=eps) if columns else scale[part]
         if ue8m0:
-            scale[part] = ceil_power_of_two(amax / E4M3_MAX)
+            scale[part] = ceil_power_of_two(amax / constant(amax, E4M3_MAX))
         else:
-            torch.div(amax, E4M3_MAX, out=scale[part])
+            torch.div(amax, constant(amax, E4M3_MAX), out=scale[part])
         values.div_(scale[part].unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX)
         q[part] = values.flatten(1)[:, :columns]
     return q, _pack_exponents(scale) if ue8m0 and layout == "column_tma" else scale
@@ -118,7 +118,7 @@ def quantize_weight_blocks(
         for band in slices(row_blocks, block * columns, w.device):
             part = slice(band.start * block, min(rows, band.stop * block))
             values = _blocked(matrix[part], block)
-            step = (values.abs().amax((1, 3)) / E4M3_MAX).clamp_(min=MIN_WEIGHT_SCALE)
+            step = (values.abs().amax((1, 3)) / constant(values, E4M3_MAX)).clamp_(min=MIN_WEIGHT_SCALE)
             values.div_(step[:, None, :, None]).clamp_(-E4M3_MAX, E4M3_MAX)
             matrix_scale[band] = step
             matrix_q[part] = _unblocked(values, part.stop - part.start, columns)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.errors import QuantizationError
-from moe_kernels.quant.blocks import require_finite, require_float, slices
+from moe_kernels.quant.blocks import constant, require_finite, require_float, slices
 from moe_kernels.quant.fp8 import E4M3, E4M3_MAX, decode_e4m3
 from moe_kernels.records import NVFP4_GROUP
 
@@ -32,7 +32,7 @@ def global_scale(x: Tensor, batch_dims: int = 0) -> Tensor:
 
 def scale_from_amax(amax: Tensor) -> Tensor:
     """FP32 amax / (6 * 448), never subnormal; 1.0 where amax is 0."""
-    scale = (amax.to(torch.float32) / (E2M1_MAX * E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = (amax.to(torch.float32) / constant(amax, E2M1_MAX * E4M3_MAX)).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.where(amax == 0, torch.ones_like(scale), scale)
 
 
@@ -61,7 +61,7 @@ def quantize(
     for part in slices(rows.shape[0], columns, x.device):
         values = rows[part].to(torch.float32)
         amax = torch.nn.functional.max_pool1d(values.abs(), NVFP4_GROUP)  # a CPU's amax(-1) is slow for 16
-        scale[part] = amax.div_(E2M1_MAX).div_(row_scale_2[part]).clamp_(max=E4M3_MAX)
+        scale[part] = amax.div_(constant(amax, E2M1_MAX)).div_(row_scale_2[part]).clamp_(max=E4M3_MAX)
         step = decode_e4m3(scale[part]).mul_(row_scale_2[part])
         step.masked_fill_(step == 0, torch.inf)  # x / inf = 0
         code = encode_e2m1(values.unflatten(-1, (-1, NVFP4_GROUP)) / step.unsqueeze(-1))
