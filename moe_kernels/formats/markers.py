@@ -9,6 +9,7 @@ import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from moe_kernels.errors import CheckpointError, FormatError
@@ -71,16 +72,35 @@ class QuantScheme:
         ModelOpt: shell wildcards over the whole name, or a name that covers all below it. Format A: a name, a
         part of it between dots (so `mlp.gate` does not cover `mlp.gate_proj`) or transformers' regular expression.
         """
-        if self.format == "nvfp4":
-            return any(fnmatch.fnmatchcase(module, p) or module.startswith(f"{p}.") for p in self.excluded)
-        return any(f".{p}." in f".{module}." or _regex(p, module) for p in self.excluded)
+        if self._pattern is not None and self._pattern.match(module):
+            return True
+        parts = module.split(".")
+        starts = range(1 if self.format == "nvfp4" else len(parts))
+        return any(
+            ".".join(parts[start:stop]) in self._names for start in starts for stop in range(start + 1, len(parts) + 1)
+        )
+
+    # Lists have thousands of entries and checkpoints tens of thousands of modules: look names up, match the rest once.
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(p for p in self.excluded if _PLAIN.fullmatch(p))
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str] | None:
+        found = []
+        for pattern in self.excluded:
+            if _PLAIN.fullmatch(pattern):
+                continue
+            expression = fnmatch.translate(pattern) if self.format == "nvfp4" else rf"(?:{pattern})(?:\.|$)"
+            try:
+                re.compile(expression)
+            except re.error:
+                continue  # names nothing
+            found.append(expression)
+        return re.compile("|".join(found)) if found else None
 
 
-def _regex(pattern: str, module: str) -> bool:
-    try:
-        return re.match(rf"(?:{pattern})(?:\.|$)", module) is not None
-    except re.error:
-        return False
+_PLAIN = re.compile(r"[\w.\-]*")
 
 
 def declared_scheme(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> QuantScheme:
