@@ -11,7 +11,6 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_kernels.errors import MoeParityError
 from service.api.app import create_app
 from service.api.prompts import PromptEncoder
 from service.api.server import Server, bind, config
@@ -57,7 +56,7 @@ def checkpoint_path(model: str) -> Path:
     return path
 
 
-def load(options: Options, path: Path) -> Loaded:
+def load(options: Options, path: Path, name: str) -> Loaded:
     """Load weights and tokenizer, start the engine, take the fingerprint. Minutes for a large model."""
     import torch
 
@@ -76,7 +75,6 @@ def load(options: Options, path: Path) -> Loaded:
     )
     engine = Engine(model, tokenizer, options.engine)
     engine.start()
-    name = options.served_model_name or path.name
     return Loaded(
         engine,
         tokenizer,
@@ -128,7 +126,7 @@ def _serve(service: Service, options: Options, path: Path, sock: socket.socket) 
 
     def load_in_background() -> None:
         try:
-            loaded = load(options, path)
+            loaded = load(options, path, service.settings.model_name)
         except BaseException as error:
             failure.append(error)
             service.phase, service.failure = "failed", f"loading failed: {error}"
@@ -156,8 +154,6 @@ def _serve(service: Service, options: Options, path: Path, sock: socket.socket) 
     for thread in drains:
         thread.join(options.drain_seconds + 5)
     if failure:
-        if isinstance(failure[0], MoeParityError):
-            raise failure[0]
         raise failure[0]
     if loader.is_alive() or any(thread.is_alive() for thread in drains):
         # A thread inside torch cannot be interrupted, and ending the interpreter under it can crash.
