@@ -253,3 +253,20 @@ def test_decode_knows_every_code() -> None:
         else:
             assert value == math.copysign(POSITIVE[code & 0x7F], -1 if code & 0x80 else 1)
             assert math.copysign(1, value) == (-1 if code & 0x80 else 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+def test_cuda_gives_the_bits_of_the_cpu(tokens: int) -> None:
+    x = random((tokens, 700), tokens).bfloat16()
+    w = random((2, 300, 200), tokens).bfloat16()
+    for layout in ("row", "column", "column_tma"):
+        q, s = quantize_activations(x, layout=layout)  # type: ignore[arg-type]
+        q_gpu, s_gpu = quantize_activations(x.cuda(), layout=layout)  # type: ignore[arg-type]
+        assert s_gpu.stride() == s.stride() and torch.equal(s_gpu.cpu(), s)
+        assert torch.equal(q_gpu.cpu().view(torch.uint8), q.view(torch.uint8))
+        assert torch.equal(dequantize_activations(q_gpu, s_gpu).cpu(), dequantize_activations(q, s))
+    q, s = quantize_weight_blocks(w)
+    q_gpu, s_gpu = quantize_weight_blocks(w.cuda())
+    assert torch.equal(s_gpu.cpu(), s) and torch.equal(q_gpu.cpu().view(torch.uint8), q.view(torch.uint8))
+    assert torch.equal(dequantize_weight_blocks(q_gpu, s_gpu).cpu(), dequantize_weight_blocks(q, s))

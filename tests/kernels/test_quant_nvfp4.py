@@ -192,3 +192,17 @@ def test_slicing_does_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> 
     again = nvfp4.quantize(x, scale_2)
     assert torch.equal(packed, again[0]) and torch.equal(scale.float(), again[1].float())
     assert torch.equal(back, nvfp4.dequantize(packed, scale, scale_2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_cuda_gives_the_bits_of_the_cpu(rows: int) -> None:
+    x = random((3, rows, 64), rows).bfloat16()
+    scale_2 = nvfp4.global_scale(x, 1)[:, None, None]
+    packed, scale = nvfp4.quantize(x, scale_2)
+    scale_2_gpu = nvfp4.global_scale(x.cuda(), 1)[:, None, None]
+    packed_gpu, scale_gpu = nvfp4.quantize(x.cuda(), scale_2_gpu)
+    assert torch.equal(scale_2_gpu.cpu(), scale_2) and torch.equal(packed_gpu.cpu(), packed)
+    assert torch.equal(scale_gpu.cpu().view(torch.uint8), scale.view(torch.uint8))
+    back = nvfp4.dequantize(packed_gpu, scale_gpu, scale_2_gpu)
+    assert torch.equal(back.cpu(), nvfp4.dequantize(packed, scale, scale_2))
