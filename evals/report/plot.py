@@ -9,7 +9,7 @@ from typing import Any
 
 from evals.wording import points
 
-WIDTH, ROW, TOP, BOTTOM, LEFT, RIGHT = 720, 64, 38, 48, 30, 30
+WIDTH, ROW, TOP, BOTTOM, LEFT, RIGHT = 720, 76, 38, 48, 30, 30
 
 
 def axis(values: Sequence[float], least: float = 0.5) -> tuple[float, float, float]:
@@ -63,13 +63,14 @@ def interval_plot(comparisons: Sequence[Mapping[str, Any]], margin: float, floor
         value = low + i * step
         label = points(value / 100, 2 if step < 0.1 else 1 if step < 1 else 0)
         out.append(f'<line class="grid" x1="{x(value)}" x2="{x(value)}" y1="{TOP - 10}" y2="{bottom}"/>')
-        out.append(f'<text class="tick" x="{x(value)}" y="{bottom + 18}">{label}</text>')
+        kind = "tick minor" if i % 2 else "tick"
+        out.append(f'<text class="{kind}" x="{x(value)}" y="{bottom + 20}">{label}</text>')
     out.append(f'<text class="axis" x="{WIDTH - 8}" y="{bottom + 40}">candidate − baseline, points</text>')
     out.append(f'<line class="zero" x1="{x(0)}" x2="{x(0)}" y1="{TOP - 10}" y2="{bottom}"/>')
     out.append(f'<line class="margin" x1="{x(-margin)}" x2="{x(-margin)}" y1="{TOP - 16}" y2="{bottom}"/>')
     out.append(f'<text class="marginlabel" x="{x(-margin)}" y="{TOP - 21}">margin −{margin:g}</text>')
     for i, (name, n) in enumerate(rows):
-        y = TOP + ROW * i + 40
+        y = TOP + ROW * i + 42
         t_low, t_high = (x(100 * v) for v in n["tango"])
         bound, mid = x(100 * n["lower"]), x(100 * n["difference"])
         state = "ok" if n["noninferior"] else "bad"

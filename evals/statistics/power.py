@@ -82,7 +82,7 @@ def detectable_drop(discordance: float, n: int, alpha: float = 0.05, power: floa
     return float(brentq(gap, 0.0, discordance)) if gap(discordance) > 0 else discordance
 
 
-def _cells(n: int, discordance: float, difference: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def outcome_grid(n: int, discordance: float, difference: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(b, c, probability) of every outcome worth summing: m ~ Bin(n, psi), b | m ~ Bin(m, p_b/psi)."""
     if abs(difference) > discordance:
         raise ValueError(f"a difference of {difference} needs a discordance of at least {abs(difference)}")
@@ -103,12 +103,12 @@ def _cells(n: int, discordance: float, difference: float) -> tuple[np.ndarray, n
 def noninferiority_power(n: int, discordance: float, difference: float, margin: float, alpha: float = 0.05) -> float:
     """P(non-inferiority shown) by summing the exact distribution of (b, c); size when difference =
     -margin."""
-    b, c, weight = _cells(n, discordance, difference)
+    b, c, weight = outcome_grid(n, discordance, difference)
     return float(weight[np.asarray(tango_z(b, c, n, -margin)) > critical(alpha)].sum())
 
 
 def regression_power(n: int, discordance: float, difference: float, alpha: float = 0.05, exact: bool = False) -> float:
     """P(one-sided McNemar p < alpha), mid-p or exact, by summation; size when difference = 0."""
-    b, c, weight = _cells(n, discordance, difference)
+    b, c, weight = outcome_grid(n, discordance, difference)
     p = binom.sf(b - 1, b + c, 0.5) if exact else np.asarray(mcnemar_midp(b, c))
     return float(weight[np.where(b + c > 0, p, 1.0) < alpha].sum())

@@ -217,6 +217,7 @@ async def test_in_chromium(example_page: Path, tmp_path: Path) -> None:
                 break
             await tab.js("new Promise(done => setTimeout(done, 20))")
         assert label in ("Copied", "Select and copy")
+        await tab.js("document.activeElement.blur(); window.scrollTo(0, 0)")
         light = await tab.shot()
         await tab.dark(True)
         background = await tab.js("getComputedStyle(document.body).backgroundColor")
@@ -227,6 +228,7 @@ async def test_in_chromium(example_page: Path, tmp_path: Path) -> None:
             await tab.size(width, 900, phone=width < 500)
             assert await tab.js("document.documentElement.scrollWidth") <= width
         await tab.size(390, 1400, phone=True)
+        await tab.js("window.scrollTo(0, 0)")
         phone = await tab.shot()
         assert tab.problems == []
         assert {u for u in tab.requests if not u.startswith("data:")} == {example_page.resolve().as_uri()}
@@ -257,7 +259,9 @@ def write_images(desktop: bytes, phone: bytes) -> None:
     canvas.paste(right, (left.width + 24, 0))
     canvas = canvas.resize((round(canvas.width * 0.72), round(canvas.height * 0.72)), Image.Resampling.LANCZOS)
     IMAGES.mkdir(parents=True, exist_ok=True)
-    canvas.quantize(64).save(IMAGES / "report.png", optimize=True)
+    canvas.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(
+        IMAGES / "report.png", optimize=True
+    )
 
 
 def test_example_is_marked_as_made_up(example_page: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,6 +25,7 @@ from evals.statistics import (
     tango_z,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 N = 1319
 PSI = (0.01, 0.02, 0.03, 0.04, 0.06, 0.08)
 
@@ -136,3 +141,36 @@ def test_zero_discordance() -> None:
         noninferiority_power(N, 0.01, -0.02, 0.015)
     with pytest.raises(ValueError, match="n > 0"):
         standard_error(0.04, 0)
+
+
+@pytest.fixture(scope="module")
+def gates() -> ModuleType:
+    path = ROOT / "benchmarks" / "gates.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_gates", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_other_gates_let_through(gates: ModuleType) -> None:
+    """evals.md 3.3, computed there independently; reference 0.960, columns .960 … .900."""
+    known = {
+        "TensorRT-LLM, sigma 50": (1.00, 1.00, 1.00, 1.00, 0.97, 0.64, 0.15, 0.00),
+        "vLLM evals, 0.90 − 0.08": (1, 1, 1, 1, 1, 1, 1, 1),
+        "isclose rtol 0.08 (vLLM, SGLang)": (1, 1, 1, 1, 1, 1, 1, 0.98),
+        "llm-compressor, ≥ 0.95 rounded, n = 1000": (1, 1, 1, 1, 1, 1, 0.93, 0.22),
+        "SGLang kit, 200 questions ≥ 0.93": (0.98, 0.96, 0.92, 0.86, 0.78, 0.57, 0.36, 0.09),
+        "InferenceX, ≥ 0.94": (1, 0.99, 0.95, 0.80, 0.52, 0.08, 0, 0),
+        "MLPerf 99 %": (0.96, 0.79, 0.48, 0.20, 0.05, 0, 0, 0),
+        "MLPerf 99.9 %": (0.60, 0.26, 0.07, 0.01, 0, 0, 0, 0),
+    }
+    rows = dict(gates.ROWS)
+    for name, expected in known.items():
+        assert [rows[name](p) for p in gates.TRUE] == pytest.approx(expected, abs=0.006), name
+    assert rows["vLLM gate=ci, rtol 0.01"](0.96) == pytest.approx(0.49, abs=0.006)
+    assert rows["vLLM gate=ci, rtol 0.01"](0.95) == pytest.approx(0.04, abs=0.006)
+
+
+def test_the_document_holds_the_computed_table(gates: ModuleType) -> None:
+    assert gates.table() in (ROOT / "docs" / "statistics.md").read_text(encoding="utf-8")
