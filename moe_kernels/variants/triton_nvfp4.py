@@ -8,9 +8,11 @@ from torch import Tensor
 from moe_kernels.errors import VariantError
 from moe_kernels.records import ExpertWeights, MoEShape, Routing, RoutingConfig
 from moe_kernels.registry import MoELayer, Support, VariantSpec
-from moe_kernels.variants.triton import nvfp4_layout, nvfp4_pipeline, pipeline
+from moe_kernels.variants.triton import nvfp4_pipeline, pipeline
 from moe_kernels.variants.triton.config import NvFp4Config, lookup_nvfp4
 from moe_kernels.variants.triton_fp8 import check_common, common_support, empty_routing, sm_of
+
+PORTABLE = NvFp4Config(16, 64, 4, 3, 64, 4, 3)  # plain Triton, for the interpreter
 
 
 class NvFp4TritonLayer(MoELayer):
@@ -32,9 +34,8 @@ class NvFp4TritonLayer(MoELayer):
         self.sm = sm_of(device)
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.weights = nvfp4_pipeline.NvFp4Weights(
-            nvfp4_layout.tile_weights(record.w13), nvfp4_layout.tile_scales(record.w13_scale),
-            record.w13_scale_2.float().contiguous(), nvfp4_layout.tile_weights(record.w2),
-            nvfp4_layout.tile_scales(record.w2_scale), record.w2_scale_2.float().contiguous(), self.shape,
+            record.w13.contiguous(), record.w13_scale.contiguous(), record.w13_scale_2.float().contiguous(),
+            record.w2.contiguous(), record.w2_scale.contiguous(), record.w2_scale_2.float().contiguous(), self.shape,
             limit=record.swiglu_limit or 0.0, asm=device.type == "cuda",
         )
         self.round = spec.option("act") == "nvfp4"
@@ -49,6 +50,8 @@ class NvFp4TritonLayer(MoELayer):
 
     def gemm_config(self, tokens: int) -> NvFp4Config:
         """The launch parameters used for `tokens` rows."""
+        if self.sm == 0:
+            return PORTABLE
         return self.override or lookup_nvfp4(self.shape, tokens, self.device_name, self.sm)
 
     def routing_bias(self) -> Tensor | None:

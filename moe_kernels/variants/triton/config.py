@@ -40,15 +40,20 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class NvFp4Config:
-    """Launch parameters of the NVFP4 grouped GEMMs: weights are always on the tensor core's M side."""
+    """Launch parameters of the NVFP4 grouped GEMMs: weights are always on the tensor core's M side.
+
+    `decode` takes the kernels of `nvfp4_decode.py` (`block_m` 8 to 64; the other parameters do not count), which
+    read another weight layout; a layer holds each layout that its configurations use.
+    """
 
     block_m: int
-    block_n1: int
-    warps1: int
-    stages1: int
-    block_n2: int
-    warps2: int
-    stages2: int
+    block_n1: int = 64
+    warps1: int = 4
+    stages1: int = 3
+    block_n2: int = 64
+    warps2: int = 4
+    stages2: int = 3
+    decode: bool = False
 
     def to_json(self) -> dict[str, object]:
         """The fields as a dict."""
@@ -58,11 +63,7 @@ class NvFp4Config:
 def default_nvfp4_config(shape: MoEShape, tokens: int) -> NvFp4Config:
     """The rule for untuned shapes."""
     rows = tokens * shape.top_k / shape.num_experts
-    if rows <= 8:
-        return NvFp4Config(16, 64, 4, 4, 64, 4, 4)
-    if rows <= 48:
-        return NvFp4Config(32, 64, 4, 4, 128, 4, 4)
-    return NvFp4Config(64, 128, 8, 3, 128, 8, 3)
+    return NvFp4Config(8 if rows <= 6 else 16 if rows <= 12 else 32, decode=True)
 
 
 def default_config(shape: MoEShape, tokens: int, sm: int = 90) -> GemmConfig:

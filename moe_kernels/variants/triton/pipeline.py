@@ -18,7 +18,6 @@ from moe_kernels.variants.triton.route import route_quantise_kernel
 from moe_kernels.variants.triton.sort import count_kernel, prefix_kernel, scatter_kernel
 from moe_kernels.variants.triton.tiles import max_tiles
 
-
 FUSED_TOKENS = 512  # above, quantisation does not share the routing launch
 PREFIX_CHUNKS = 64  # above, a launch of its own sums the histograms
 
