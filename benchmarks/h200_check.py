@@ -8,6 +8,7 @@ import torch
 
 from moe_kernels import bench, numerics
 from moe_kernels.registry import layer_class, parse
+from moe_kernels.variants.triton import pipeline
 
 
 def build(variant: str, shape: bench.BenchShape, record, bias):  # type: ignore[no-untyped-def]
@@ -92,3 +93,27 @@ def option_equality(shape: bench.BenchShape, tokens: list[int]) -> bool:
     direct, copied = (build(f"fp8/triton{o}", shape, record, bias) for o in ("", ":scales=copied"))
     data = [bench.inputs(shape, t, 1, device, seed=t)[0] for t in tokens]
     return all(torch.equal(direct.forward(h, g)[0], copied.forward(h, g)[0]) for h, g in data)
+
+
+def tensor_core_error(shape: bench.BenchShape, tokens: int = 64) -> dict[str, float]:
+    """Relative L2 of GEMM 2 in FP32 output against FP64 on the same quantised operands: the hardware's own error."""
+    device = torch.device("cuda")
+    record = bench.random_record(shape, "fp8", device)
+    layer = build("fp8/triton", shape, record, bench.correction_bias(shape, device))
+    hidden, logits = bench.inputs(shape, tokens, 1, device)[0]
+    config = layer.gemm_config(tokens)
+    routing, order, x_q, x_s = pipeline.route_sort_quantise(logits, layer.bias, hidden, layer.config, config.block_m)
+    h_q, h_s = pipeline.gemm1(layer.weights, x_q, x_s, order, config)
+    y = pipeline.gemm2(layer.weights, h_q, h_s, order, config, torch.float32)
+    errors, norms = 0.0, 0.0
+    ids = routing.ids.flatten()
+    for row in range(0, 32):
+        slot = int(order.slots[row])
+        expert = int(ids[slot])
+        a = h_q[row].double() * h_s[:, row].double().repeat_interleave(128)
+        w = record.w2[expert].double() * record.w2_scale[expert].double().repeat_interleave(128, 0).repeat_interleave(
+            128, 1)
+        exact = w @ a
+        errors += (y[slot].double() - exact).square().sum().item()
+        norms += exact.square().sum().item()
+    return {"gemm2_fp32_rel": (errors / norms) ** 0.5, "block_m": config.block_m}

@@ -72,14 +72,12 @@ def second_candidates(rows: float) -> list[One]:
     return found
 
 
-def nvfp4_first(rows: float) -> list[One]:
-    """NVFP4 GEMM 1."""
-    found = []
-    if rows <= 16:
-        found += [One(16, True, n, w, s) for n, w, s in
-                  [(64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 4, 3), (128, 4, 4), (128, 8, 4)]]
+def nvfp4_candidates(rows: float) -> list[One]:
+    """Either NVFP4 GEMM; `special` means the decode kernel."""
+    found = [One(m, True, 64, 4, 2, True) for m, least, most in ((8, 0, 12), (16, 2, 40), (32, 8, 1e9), (64, 24, 1e9))
+             if least <= rows <= most]
     if 4 <= rows <= 48:
-        found += [One(32, True, n, w, s) for n, w, s in [(64, 4, 4), (128, 4, 3), (128, 8, 3)]]
+        found += [One(32, True, n, w, s) for n, w, s in [(64, 4, 4), (128, 4, 3)]]
     if rows > 16:
         found += [One(64, True, n, w, s) for n, w, s in [(64, 4, 3), (128, 8, 3)]]
     if rows > 48:
@@ -94,7 +92,7 @@ def fp8_config(a: One, b: One) -> GemmConfig:
 
 def nvfp4_config(a: One, b: One) -> NvFp4Config:
     """Both GEMMs' choices as a configuration."""
-    return NvFp4Config(a.block_m, a.block_n, a.warps, a.stages, b.block_n, b.warps, b.stages)
+    return NvFp4Config(a.block_m, a.block_n, a.warps, a.stages, b.block_n, b.warps, b.stages, a.special)
 
 
 class Stages:
@@ -209,6 +207,7 @@ def tune_tasks(shape: bench.BenchShape, fmt: str, tokens: list[int]) -> list[tup
     for t in tokens:
         a, b = candidates(fmt, t * shape.top_k / shape.experts)
         found += [("gemm", shape.name, fmt, build(x or a[0], y or b[0])) for x, y in itertools.zip_longest(a, b)]
+        # (for NVFP4 the two lists are the same, so the pairs have one kernel)
         found += [("route", shape.name, fmt, (t, m)) for m in {x.block_m for x in a}]
     return found
 
@@ -221,7 +220,7 @@ def candidates(fmt: str, rows: float) -> tuple[list[One], list[One]]:
     if fmt == "fp8":
         a, b = first_candidates(rows), second_candidates(rows)
         return [x for x in a if SPECIAL or not x.special], [x for x in b if SPECIAL or not x.special]
-    return nvfp4_first(rows), nvfp4_first(rows)
+    return nvfp4_candidates(rows), nvfp4_candidates(rows)
 
 
 def special_works(shape: bench.BenchShape, tokens: list[int]) -> bool:
@@ -261,9 +260,9 @@ def tune(shape: bench.BenchShape, fmt: str, tokens: list[int], out: Path, log: l
             for option in options:
                 if time.time() > deadline:
                     break
-                config = build(option, b[0]) if stage == "gemm1" else build(a[0], option)
-                if stage == "gemm2":
-                    config = build(replace(a[0], block_m=option.block_m), option)
+                other = replace(option, swap=True) if fmt == "nvfp4" else b[0] if stage == "gemm1" else a[0]
+                other = replace(other, block_m=option.block_m)
+                config = build(option, other) if stage == "gemm1" else build(other, option)
                 try:
                     value = getattr(stages, stage)(config)[0]()
                     value = torch.cat([v.float().flatten() for v in value]) if isinstance(value, tuple) else value
@@ -280,7 +279,8 @@ def tune(shape: bench.BenchShape, fmt: str, tokens: list[int], out: Path, log: l
                     print("WRONG", stage, t, option, rel, flush=True)
                     del timed[stage][option]
         whole = {(x, y): timed["gemm1"][x] + timed["gemm2"][y]
-                 for x in timed["gemm1"] for y in timed["gemm2"] if x.block_m == y.block_m}
+                 for x in timed["gemm1"] for y in timed["gemm2"]
+                 if x.block_m == y.block_m and (fmt == "fp8" or x.special == y.special)}
         if whole:
             x, y = min(whole, key=whole.__getitem__)
             best[str(t)] = build(x, y).to_json()
