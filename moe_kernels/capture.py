@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from moe_kernels.records import Routing
+from moe_kernels.routing import near_tie_gap, selection_scores
 
 # Called after every MoE block with (layer index, hidden [T, H], router logits FP32 [T, E], routing).
 Observer = Callable[[int, Tensor, Tensor, Routing], None]
@@ -47,10 +48,12 @@ def _observed(model: nn.Module, observer: Observer) -> Iterator[None]:
 class RoutingTrace:
     """Expert ids of every token forwarded while the trace was open."""
 
-    def __init__(self, layers: tuple[int, ...], top_k: int) -> None:
+    def __init__(self, layers: tuple[int, ...], top_k: int, blocks: dict[int, Any] | None = None) -> None:
         self.layers = layers
         self.top_k = top_k
         self._ids: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        self._gaps: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        self._blocks = blocks or {}
 
     def ids(self) -> Tensor:
         """int16 [T, n_moe_layers, top_k] on the CPU, in forward order; ids in the router's order."""
@@ -59,20 +62,35 @@ class RoutingTrace:
             return torch.empty(0, len(self.layers), self.top_k, dtype=torch.int16)
         return torch.stack(per_layer, dim=1)
 
+    def gaps(self) -> Tensor:
+        """FP16 [T, n_moe_layers]: last chosen minus first rejected selection key, as the FP32 bias has it.
+
+        How near each choice was to another one; rounding that moves a key by less cannot have changed it.
+        """
+        per_layer = [torch.cat(parts) for parts in self._gaps.values() if parts]
+        if not per_layer:
+            return torch.empty(0, len(self.layers), dtype=torch.float16)
+        return torch.stack(per_layer, dim=1)
+
     def clear(self) -> None:
         """Forget what was recorded so far."""
-        for parts in self._ids.values():
+        for parts in [*self._ids.values(), *self._gaps.values()]:
             parts.clear()
 
     def _observe(self, layer: int, hidden: Tensor, logits: Tensor, routing: Routing) -> None:
         self._ids[layer].append(routing.ids.to("cpu", torch.int16))
+        block = self._blocks.get(layer)
+        if block is not None:
+            _, keys = selection_scores(logits, block.layer.bias, block.layer.config)
+            gap = near_tie_gap(keys, self.top_k, torch.float32).gap
+            self._gaps[layer].append(gap.clamp(max=torch.finfo(torch.float16).max).to("cpu", torch.float16))
 
 
 @contextmanager
 def capture_routing(model: nn.Module) -> Iterator[RoutingTrace]:
     """Record the chosen experts of every forward inside the `with`; costs a list append per layer and step."""
     blocks = moe_blocks(model)
-    trace = RoutingTrace(tuple(blocks), next(iter(blocks.values())).top_k)
+    trace = RoutingTrace(tuple(blocks), next(iter(blocks.values())).top_k, dict(blocks))
     with _observed(model, trace._observe):
         yield trace
 

@@ -142,12 +142,18 @@ def token_bytes(tokenizer: Tokenizer, token_id: int) -> list[int]:
 
 
 def routing_field(routing: RoutingResult) -> dict[str, Any]:
-    """The `routing` field: chosen expert ids, int16 little-endian [T, layers, top_k], base64."""
+    """The `routing` field: chosen expert ids, int16 little-endian [T, layers, top_k], base64.
+
+    `gaps` likewise, float16 [T, layers]: how far the last chosen expert was from the first rejected one.
+    """
     ids = routing.ids.cpu().contiguous()
-    data = ids.numpy().astype("<i2").tobytes()
-    return {
+    field = {
         "dtype": "int16",
         "shape": list(ids.shape),
         "layers": list(routing.layers),
-        "data": base64.b64encode(data).decode("ascii"),
+        "data": base64.b64encode(ids.numpy().astype("<i2").tobytes()).decode("ascii"),
     }
+    if routing.gaps is not None:
+        gaps = routing.gaps.cpu().numpy().astype("<f2").tobytes()
+        field["gaps"] = base64.b64encode(gaps).decode("ascii")
+    return field

@@ -17,6 +17,7 @@ from service.engine.checks import check_request
 from service.engine.counters import Counters
 from service.engine.kv_cache import BlockPool
 from service.engine.output import apply_token, collect_prompt_logprobs, sampling_row, take_event
+from service.engine.routing import unpacked
 from service.engine.runner import Loaded, ModelRunner
 from service.engine.sampler import sample
 from service.engine.scheduler import Chunk, Scheduler
@@ -30,7 +31,6 @@ from service.engine.types import (
     NonFiniteLogits,
     QueueFull,
     RequestInvalid,
-    RoutingResult,
     StepEvent,
 )
 from service.tokenizer import Tokenizer
@@ -238,7 +238,7 @@ class Engine:
             self.scheduler.finish(sequence)
             self.counters.finished += 1
             if sequence.routing is not None:
-                event.routing = RoutingResult(sequence.routing[: sequence.computed], self.runner.routing.layers)
+                event.routing = unpacked(sequence.routing[: sequence.computed], self.runner.routing.layers)
         ready = take_event(sequence, event)
         if ready is not None:
             self._send(sequence, ready)

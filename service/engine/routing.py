@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from service.engine.types import RoutingResult
+
 
 class RoutingTap:
     """Captures chosen expert ids during a forward, from our own MoE blocks or from stock transformers' routers.
@@ -26,12 +28,15 @@ class RoutingTap:
 
     @contextmanager
     def capture(self) -> Iterator[Callable[[], Tensor]]:
-        """Yields a function that, after the forward, gives int16 [T, MoE layers, top_k]."""
+        """Yields a function that, after the forward, gives int16 [T, MoE layers, top_k + 1].
+
+        The last column holds the bits of the FP16 selection gap (NaN for stock blocks, which do not tell).
+        """
         if self._ours:
             from moe_kernels.hf import capture_routing
 
             with capture_routing(self._model) as trace:
-                yield trace.ids
+                yield lambda: _packed(trace.ids(), trace.gaps())
             return
         seen: dict[int, Tensor] = {}
 
@@ -42,7 +47,18 @@ class RoutingTap:
 
         handles = [gate.register_forward_hook(watch(layer)) for layer, gate in self._gates.items()]
         try:
-            yield lambda: torch.stack([seen[layer] for layer in self.layers], dim=1)
+            yield lambda: _packed(torch.stack([seen[layer] for layer in self.layers], dim=1), None)
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _packed(ids: Tensor, gaps: Tensor | None) -> Tensor:
+    if gaps is None:
+        gaps = torch.full(ids.shape[:2], torch.nan, dtype=torch.float16, device=ids.device)
+    return torch.cat([ids, gaps.view(torch.int16).unsqueeze(-1)], dim=-1)
+
+
+def unpacked(rows: Tensor, layers: tuple[int, ...]) -> RoutingResult:
+    """Inverse of the packing above."""
+    return RoutingResult(rows[..., :-1], layers, rows[..., -1].contiguous().view(torch.float16))

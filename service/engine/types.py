@@ -113,11 +113,13 @@ class TokenOutput:
 class RoutingResult:
     """Chosen experts of every token forwarded: `ids` int16 [T, len(layers), top_k], rows in position order.
 
-    T = prompt + generated - 1 (the last sampled token is never forwarded).
+    T = prompt + generated - 1 (the last sampled token is never forwarded). `gaps` FP16 [T, len(layers)]: last
+    chosen minus first rejected selection key, NaN where the model does not tell.
     """
 
     ids: Tensor
     layers: tuple[int, ...]
+    gaps: Tensor | None = None
 
 
 @dataclass
