@@ -40,8 +40,14 @@ def create_app(service: Service) -> FastAPI:
         finally:
             watch.cancel()
 
+    # No /docs: FastAPI's page loads scripts from other hosts. /openapi.json is there for tools.
     app = FastAPI(
-        title="moe-parity service", version=version("moe-parity"), lifespan=lifespan, responses=_ERRORS, redoc_url=None
+        title="moe-parity service",
+        version=version("moe-parity"),
+        lifespan=lifespan,
+        responses=_ERRORS,
+        docs_url=None,
+        redoc_url=None,
     )
     app.state.service = service
     app.add_middleware(Surround, service=service)

@@ -99,7 +99,6 @@ class Job:
                             track.first_token - track.started
                         )
                     track.completion_tokens += len(event.new_tokens)
-                track.state = "running"
                 if event.finished:
                     track.finish_reasons.append(str(event.finish_reason))
                 yield index, event

@@ -14,7 +14,7 @@ from service.errors import ApiError, unavailable
 from service.tokenizer import Tokenizer
 
 Phase = Literal["loading", "ready", "draining", "failed"]
-RequestState = Literal["waiting", "running", "finished", "cancelled", "refused", "failed"]
+RequestState = Literal["in progress", "finished", "cancelled", "refused", "failed"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Track:
     endpoint: str
     started: float = field(default_factory=time.monotonic)
     created: int = field(default_factory=lambda: int(time.time()))
-    state: RequestState = "waiting"
+    state: RequestState = "in progress"
     sequences: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0

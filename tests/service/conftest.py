@@ -215,10 +215,12 @@ def start_service(path: Path, log: Path, *options: str, variant: str = "bf16/ref
 
 
 @pytest.fixture(scope="session")
-def real_checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Path) -> Path:
+def real_checkpoint(request: pytest.FixtureRequest) -> Path:
     """The mini checkpoint when it is there, else the tiny random one with a byte-level tokenizer."""
     mini = SHARED / "checkpoints" / "glm4moe-mini"
-    return mini if mini.exists() else build_tokenizer(tiny_checkpoint, template=None)
+    if mini.exists():
+        return mini
+    return build_tokenizer(request.getfixturevalue("tiny_checkpoint"), template=None)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import logging
+import shutil
+import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,3 +241,23 @@ def test_error_bodies_never_quote_long_or_broken_input(server: FakeServer) -> No
         response = client.post("/v1/completions", json={"prompt": "a", "model": "m" * 10**6})
         assert refusal(response, 404) and len(response.content) < 1000
         assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_status_page_in_chromium(server: FakeServer, tmp_path: Path, scheme: str) -> None:
+    """Renders on a phone's width in the colours the reader prefers."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("Chromium is not installed")
+    from matplotlib.image import imread
+
+    shot = tmp_path / "page.png"
+    command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+               "--hide-scrollbars", "--window-size=390,900", f"--user-data-dir={tmp_path}", f"--screenshot={shot}",
+               f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}", server.url + "/"]  # fmt: skip
+    subprocess.run(command, capture_output=True, timeout=60, check=True)
+    pixels = imread(shot)[..., :3]
+    corner = pixels[2, 2].mean()
+    assert corner < 0.2 if scheme == "dark" else corner > 0.9
+    inked = (abs(pixels - pixels[2, 2]).max(axis=-1) > 0.4).any(axis=1)  # rows with text
+    assert inked.mean() > 0.2 and pixels.shape[1] == 390
