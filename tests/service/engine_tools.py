@@ -37,8 +37,9 @@ def byte_tokenizer(folder: Path) -> Tokenizer:
     rust.add_special_tokens(["<pad>", "<eos>"])
     folder.mkdir(parents=True, exist_ok=True)
     rust.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>"})
+    )
     return Tokenizer.load(folder)
 
 
@@ -99,8 +100,9 @@ class Answer:
         return first
 
 
-def submit(engine: Engine, name: str, prompt: list[int] | tuple[int, ...], every_step: bool = True,
-           **params: Any) -> Answer:
+def submit(
+    engine: Engine, name: str, prompt: list[int] | tuple[int, ...], every_step: bool = True, **params: Any
+) -> Answer:
     """Queue a request; wait on the answer yourself."""
     answer = Answer()
     params = {"max_tokens": 16, **params}

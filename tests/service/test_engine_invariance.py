@@ -31,8 +31,11 @@ def run(model, prompts: list[list[int]], **config) -> tuple[list[list[tuple]], l
     with Running(model, **config) as engine:
         answers = generate(engine, prompts, max_tokens=24, logprobs=4, prompt_logprobs=2, ignore_eos=True, **GREEDY)
         preemptions = engine.stats().preemptions_total
-    return ([exact(a.tokens) for a in answers], [exact(a.prompt_logprobs[1:]) for a in answers],  # type: ignore[arg-type]
-            preemptions)
+    return (
+        [exact(a.tokens) for a in answers],
+        [exact(a.prompt_logprobs[1:]) for a in answers],  # type: ignore[arg-type]
+        preemptions,
+    )
 
 
 def test_alone_equals_any_batch(model) -> None:
@@ -42,8 +45,9 @@ def test_alone_equals_any_batch(model) -> None:
     with Running(model) as engine:
         assert engine.runner.tiles.invariant
         for i, prompt in enumerate(prompts):
-            (alone,) = generate(engine, [prompt], max_tokens=24, logprobs=4, prompt_logprobs=2, ignore_eos=True,
-                                **GREEDY)
+            (alone,) = generate(
+                engine, [prompt], max_tokens=24, logprobs=4, prompt_logprobs=2, ignore_eos=True, **GREEDY
+            )
             assert exact(alone.tokens) == together[0][i], f"prompt {i} differs in a batch"
             assert exact(alone.prompt_logprobs[1:]) == together[1][i]  # type: ignore[arg-type]
     for config in (dict(max_batch_tokens=8), dict(max_batch_tokens=20, max_seqs=3)):
