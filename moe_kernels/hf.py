@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -161,22 +163,51 @@ def _in_format(path: Path, spec: VariantSpec) -> Checkpoint:
     return open_checkpoint(converted)
 
 
-def _empty_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, attn_implementation: str, device: torch.device
-) -> PreTrainedModel:
-    """transformers' model on the meta device, its MoE blocks replaced through the patch registry."""
-    fields = {k: v for k, v in checkpoint.config.items() if k not in ("quantization_config", "model_type")}
-    config = AutoConfig.for_model(checkpoint.model_type, **fields)
+@contextmanager
+def _replaced() -> Iterator[None]:
+    """Glm4MoeMoE is ParityMoE inside; restored at the end, also after an error."""
+    original = getattr(modeling_glm4_moe, _MOE_CLASS)
+    with _patching:
+        setattr(modeling_glm4_moe, _MOE_CLASS, ParityMoE)
+        try:
+            yield
+        finally:
+            setattr(modeling_glm4_moe, _MOE_CLASS, original)
+
+
+@contextmanager
+def _registered() -> Iterator[None]:
+    """ParityMoE is registered with transformers inside, whose from_config then builds it for Glm4MoeMoE."""
     original = getattr(modeling_glm4_moe, _MOE_CLASS)
     with _patching:
         register_patch_mapping({_MOE_CLASS: ParityMoE}, overwrite=True)
         try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(
-                    config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False)
+            yield
         finally:
             unregister_patch_mapping([_MOE_CLASS])
-            setattr(modeling_glm4_moe, _MOE_CLASS, original)  # apply_patches does not restore after an error
+            setattr(modeling_glm4_moe, _MOE_CLASS, original)  # transformers does not restore it after an error
+
+
+def _empty_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, attn_implementation: str, device: torch.device
+) -> PreTrainedModel:
+    """transformers' model on the meta device, with ParityMoE for its MoE blocks."""
+    left_out = ("quantization_config", "compression_config", "auto_map", "model_type")
+    fields = {k: v for k, v in checkpoint.config.items() if k not in left_out}
+    config = AutoConfig.for_model(checkpoint.model_type, **fields)
+
+    def build() -> PreTrainedModel:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False)
+
+    try:
+        with _registered():
+            model = build()
+    except ImportError:
+        # transformers 5.17 imports every optional module it knows (torchvision, ...) in search of the class
+        with _replaced():
+            model = build()
     for index, block in enumerate(model.model.layers):
         if isinstance(block.mlp, ParityMoE):
             block.mlp.layer_index = index

@@ -181,7 +181,8 @@ def test_capture_in_forward_order(tiny_checkpoint: Path) -> None:
     for position, layer in enumerate((1, 2)):
         hidden, logits = inputs[layer]
         assert hidden.shape == (7, 128) and logits.shape == (7, 8)
-        assert_bitwise_equal(logits, out.router_logits[position])  # transformers' own recorder still works
+        if "router_logits" in out:  # transformers' own recorder still works (glm4_moe has none in 5.17)
+            assert_bitwise_equal(logits, out.router_logits[position])
         block = moe_blocks(model)[layer]
         assert torch.equal(block.layer.route(logits).ids.to(torch.int16), ids[:, position])  # type: ignore[attr-defined]
         assert_bitwise_equal(block.gate(hidden)[0], logits)  # type: ignore[attr-defined]
