@@ -65,7 +65,7 @@ def sanitize() -> None:
     plain = triton_config.GemmConfig(64, False, 8, 3, False, 128, 8, 3)
     swapped = triton_config.GemmConfig(16, True, 4, 3, True, 128, 4, 3)
     special = triton_config.GemmConfig(128, False, 4, 3, False, 256, 4, 3, True, True)
-    nvfp4 = [triton_config.NvFp4Config(16), triton_config.NvFp4Config(8, decode=True)]
+    nvfp4 = [triton_config.NvFp4Config(16), triton_config.NvFp4Config(8, warps1=2, stages2=4, decode=True)]
     for fmt, configs in (("fp8", [plain, swapped, special]), ("nvfp4", nvfp4)):
         layer = h200_check.build(f"{fmt}/triton", shape, bench.random_record(shape, fmt, device), bias)
         for config in configs:

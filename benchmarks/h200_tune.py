@@ -74,8 +74,9 @@ def second_candidates(rows: float) -> list[One]:
 
 def nvfp4_candidates(rows: float) -> list[One]:
     """Either NVFP4 GEMM; `special` means the decode kernel."""
-    found = [One(m, True, 64, 4, 2, True) for m, least, most in ((8, 0, 12), (16, 2, 40), (32, 8, 1e9), (64, 24, 1e9))
-             if least <= rows <= most]
+    ranges = ((8, 0, 12, (2, 4, 6)), (16, 2, 40, (2, 4)), (32, 8, 1e9, (1, 2)), (64, 24, 1e9, (1,)))
+    found = [One(m, True, 64, w, s, True) for m, least, most, ahead in ranges if least <= rows <= most
+             for w in (2, 4) for s in ahead]
     if 4 <= rows <= 48:
         found += [One(32, True, n, w, s) for n, w, s in [(64, 4, 4), (128, 4, 3)]]
     if rows > 16:

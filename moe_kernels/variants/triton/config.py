@@ -42,8 +42,8 @@ class GemmConfig:
 class NvFp4Config:
     """Launch parameters of the NVFP4 grouped GEMMs: weights are always on the tensor core's M side.
 
-    `decode` takes the kernels of `nvfp4_decode.py` (`block_m` 8 to 64; the other parameters do not count), which
-    read another weight layout; a layer holds each layout that its configurations use.
+    `decode` takes the kernels of `nvfp4_decode.py` (`block_m` 8 to 64, 2 or 4 warps, stages as blocks loaded
+    ahead), which read another weight layout; a layer holds each layout that its configurations use.
     """
 
     block_m: int
@@ -63,7 +63,7 @@ class NvFp4Config:
 def default_nvfp4_config(shape: MoEShape, tokens: int) -> NvFp4Config:
     """The rule for untuned shapes."""
     rows = tokens * shape.top_k / shape.num_experts
-    return NvFp4Config(8 if rows <= 6 else 16 if rows <= 12 else 32, decode=True)
+    return NvFp4Config(8, stages1=4, stages2=4, decode=True) if rows <= 6 else NvFp4Config(16, decode=True)
 
 
 def default_config(shape: MoEShape, tokens: int, sm: int = 90) -> GemmConfig:

@@ -2,8 +2,9 @@
 
 `nvfp4_layout.fragment_weights` stores each thread's share of a 64 x 64 block as 16 consecutive bytes in the order
 of the m16n8k16 operand, so a warp reads 512 contiguous bytes, and no shared memory, shuffle or conversion stands
-between the load and the product. The 16 columns of a block scale all belong to one thread. Loads run two steps
-ahead in registers. Numerics as in `nvfp4_gemm.py`: exact BF16 weights, FP32 sums, scalars last.
+between the load and the product. The 16 columns of a block scale all belong to one thread. Weights are loaded
+AHEAD blocks early into a ring of registers; the loop is unrolled by the ring's size, because copying a register
+that a load has yet to fill would wait for it. Numerics as in `nvfp4_gemm.py`: exact BF16 weights, FP32 sums, scalars last.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def _splat(scales):
 
 @gluon.jit
 def _decode(words, s0, s1, mma: gl.constexpr):
-    """int32 [128, 4] words and their rows' scales int32 [128] -> BF16 [64, 64], the product's left operand."""
+    """int32 [32 W, 4] words and their rows' scales int32 [32 W] -> BF16 [16 W, 64], the product's left operand."""
+    W: gl.constexpr = words.shape[0] // 32
     s0 = s0[:, None].broadcast_to(words.shape)
     s1 = s1[:, None].broadcast_to(words.shape)
     a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
@@ -58,10 +60,10 @@ def _decode(words, s0, s1, mma: gl.constexpr):
                gl.bfloat16),
         is_pure=True, pack=1,
     )
-    low = gl.join(gl.join(a0, a1), gl.join(c0, c1))  # row r: [128, 4, pair, k half]
+    low = gl.join(gl.join(a0, a1), gl.join(c0, c1))  # row r: [32 W, 4, pair, k half]
     high = gl.join(gl.join(b0, b1), gl.join(d0, d1))  # row r + 8
-    both = gl.join(low, high).reshape([4, 8, 4, 4, 2, 2, 2])  # warp, r, c, step, pair, k half, row half
-    tile = both.permute([0, 6, 1, 3, 5, 2, 4]).reshape([64, 64])
+    both = gl.join(low, high).reshape([W, 8, 4, 4, 2, 2, 2])  # warp, r, c, step, pair, k half, row half
+    tile = both.permute([0, 6, 1, 3, 5, 2, 4]).reshape([16 * W, 64])
     return gl.convert_layout(tile, gl.DotOperandLayout(0, mma, 2), assert_trivial=True)
 
 
@@ -74,12 +76,12 @@ def _activations(at, mma: gl.constexpr, BLOCK_M: gl.constexpr):
 
 
 @gluon.constexpr_function
-def token_layout(block_m: int) -> gl.DistributedLinearLayout:
+def token_layout(block_m: int, warps: int) -> gl.DistributedLinearLayout:
     """[block_m, 64]: a thread holds 16 consecutive columns of every eighth token; all warps hold the same."""
     extra = [[8 << n, 0] for n in range((block_m // 8).bit_length() - 1)]
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 8], *extra], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [[0, 0], [0, 0]], [],
-        [block_m, 64],
+        [[0, 1], [0, 2], [0, 4], [0, 8], *extra], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]],
+        [[0, 0]] * (warps.bit_length() - 1), [], [block_m, 64],
     )
 
 
@@ -90,19 +92,20 @@ def _fetch(words, scales, kb):
 
 
 @gluon.jit
-def _accumulate(acc, w0, w1, s, x0, x1, mma: gl.constexpr):
+def _accumulate(acc, fetched, x0, x1, mma: gl.constexpr):
+    w0, w1, s = fetched
     s00, s01, s10, s11 = _splat(s)
     acc = mma_v2(_decode(w0, s00, s01, mma), x0, acc)
     return mma_v2(_decode(w1, s10, s11, mma), x1, acc)
 
 
 @gluon.jit
-def _row_tile(words, scales, expert, tile, N: gl.constexpr, K: gl.constexpr, wide: gl.constexpr):
-    """Pointers of a 64-row tile: int32 [128, 4] and [128]."""
-    narrow: gl.constexpr = gl.SliceLayout(1, wide)
-    row = gl.arange(0, 128, layout=narrow)
+def _row_tile(words, scales, expert, tile, N: gl.constexpr, K: gl.constexpr, W: gl.constexpr, wide: gl.constexpr):
+    """Pointers of a tile of 16 W rows, a part of a stored tile of 64: int32 [32 W, 4] and [32 W]."""
+    PARTS: gl.constexpr = 4 // W
+    row = (tile % PARTS) * (32 * W) + gl.arange(0, 32 * W, layout=gl.SliceLayout(1, wide))
     column = gl.arange(0, 4, layout=gl.SliceLayout(0, wide))
-    index = (expert * (N // 64) + tile) * (K // 128)
+    index = (expert * (N // 64) + tile // PARTS) * (K // 128)
     return words + index * 1024 + (row * 4)[:, None] + column[None, :], scales + index * 128 + row
 
 
@@ -110,13 +113,14 @@ def _row_tile(words, scales, expert, tile, N: gl.constexpr, K: gl.constexpr, wid
 def gemm1_decode_kernel(
     x, x_row_scale, w13, w13_scale, w13_scale_2, h, sorted_slots, tiles,
     H: gl.constexpr, I: gl.constexpr, TOP_K: gl.constexpr, BLOCK_M: gl.constexpr, LIMIT: gl.constexpr,
-    HAS_ROW_SCALE: gl.constexpr,
+    HAS_ROW_SCALE: gl.constexpr, AHEAD: gl.constexpr,
 ):
-    """As `nvfp4_gemm.gemm1_nvfp4_kernel`, for 64 columns of I a program. Grid: tiles * I / 64, four warps."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    wide: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    tokens: gl.constexpr = token_layout(BLOCK_M)
-    NB: gl.constexpr = I // 64
+    """As `nvfp4_gemm.gemm1_nvfp4_kernel`, for 16 columns of I a warp. Grid: tiles * I / (16 W), W = 2 or 4 warps."""
+    W: gl.constexpr = gl.num_warps()
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
+    wide: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [W, 1], [1, 0])
+    tokens: gl.constexpr = token_layout(BLOCK_M, W)
+    NB: gl.constexpr = I // (16 * W)
     KB: gl.constexpr = H // 128
     pid = gl.program_id(0)
     tile = pid // NB
@@ -126,28 +130,34 @@ def gemm1_decode_kernel(
     expert = gl.load(tiles + 4 * tile).to(gl.int64)
     first = gl.load(tiles + 4 * tile + 1)
     end = gl.load(tiles + 4 * tile + 2)
-    gate_w, gate_s = _row_tile(w13, w13_scale, expert, block, 2 * I, H, wide)
-    up_w, up_s = _row_tile(w13, w13_scale, expert, block + NB, 2 * I, H, wide)
-    g0, g1, gs = _fetch(gate_w, gate_s, 0)
-    u0, u1, us = _fetch(up_w, up_s, 0)
-    g0n, g1n, gsn = _fetch(gate_w, gate_s, 1 % KB)
-    u0n, u1n, usn = _fetch(up_w, up_s, 1 % KB)
+    gate_w, gate_s = _row_tile(w13, w13_scale, expert, block, 2 * I, H, W, wide)
+    up_w, up_s = _row_tile(w13, w13_scale, expert, block + NB, 2 * I, H, W, wide)
+    ring = ()
+    for slot in gl.static_range(AHEAD):
+        ring = ring + (_fetch(gate_w, gate_s, slot % KB), _fetch(up_w, up_s, slot % KB))
     rows = gl.minimum(first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, tokens)), end - 1)
     token = gl.load(sorted_slots + rows) // TOP_K
     x_at = x + (token.to(gl.int64) * H)[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, tokens))[None, :]
-    gate = gl.zeros([64, BLOCK_M], gl.float32, mma)
-    up = gl.zeros([64, BLOCK_M], gl.float32, mma)
-    for kb in range(KB):
-        ahead = gl.minimum(kb + 2, KB - 1)
-        g0f, g1f, gsf = _fetch(gate_w, gate_s, ahead)
-        u0f, u1f, usf = _fetch(up_w, up_s, ahead)
+    gate = gl.zeros([16 * W, BLOCK_M], gl.float32, mma)
+    up = gl.zeros([16 * W, BLOCK_M], gl.float32, mma)
+    for outer in range(KB // AHEAD):
+        refilled = ()
+        for slot in gl.static_range(AHEAD):
+            kb = outer * AHEAD + slot
+            x0 = _activations(x_at + kb * 128, mma, BLOCK_M)
+            x1 = _activations(x_at + (kb * 128 + 64), mma, BLOCK_M)
+            gate = _accumulate(gate, ring[2 * slot], x0, x1, mma)
+            up = _accumulate(up, ring[2 * slot + 1], x0, x1, mma)
+            later = gl.minimum(kb + AHEAD, KB - 1)
+            refilled = refilled + (_fetch(gate_w, gate_s, later), _fetch(up_w, up_s, later))
+        ring = refilled
+    for slot in gl.static_range(KB % AHEAD):
+        kb = KB // AHEAD * AHEAD + slot
         x0 = _activations(x_at + kb * 128, mma, BLOCK_M)
         x1 = _activations(x_at + (kb * 128 + 64), mma, BLOCK_M)
-        gate = _accumulate(gate, g0, g1, gs, x0, x1, mma)
-        up = _accumulate(up, u0, u1, us, x0, x1, mma)
-        g0, g1, gs, u0, u1, us = g0n, g1n, gsn, u0n, u1n, usn
-        g0n, g1n, gsn, u0n, u1n, usn = g0f, g1f, gsf, u0f, u1f, usf
-    n = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+        gate = _accumulate(gate, ring[2 * slot], x0, x1, mma)
+        up = _accumulate(up, ring[2 * slot + 1], x0, x1, mma)
+    n = block * (16 * W) + gl.arange(0, 16 * W, layout=gl.SliceLayout(1, mma))
     out_rows = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma))
     live = (out_rows < end)[None, :]
     scale = gl.full([BLOCK_M], SCALE_BACK, gl.float32, gl.SliceLayout(0, mma))
@@ -166,13 +176,14 @@ def gemm1_decode_kernel(
 @gluon.jit
 def gemm2_decode_kernel(
     h, h_row_scale, w2, w2_scale, w2_scale_2, y, sorted_slots, tiles,
-    H: gl.constexpr, I: gl.constexpr, BLOCK_M: gl.constexpr, HAS_ROW_SCALE: gl.constexpr,
+    H: gl.constexpr, I: gl.constexpr, BLOCK_M: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, AHEAD: gl.constexpr,
 ):
-    """As `nvfp4_gemm.gemm2_nvfp4_kernel`, for 64 columns of H a program. Grid: tiles * H / 64, four warps."""
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
-    wide: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    tokens: gl.constexpr = token_layout(BLOCK_M)
-    NB: gl.constexpr = H // 64
+    """As `nvfp4_gemm.gemm2_nvfp4_kernel`, for 16 columns of H a warp. Grid: tiles * H / (16 W), W = 2 or 4 warps."""
+    W: gl.constexpr = gl.num_warps()
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
+    wide: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [W, 1], [1, 0])
+    tokens: gl.constexpr = token_layout(BLOCK_M, W)
+    NB: gl.constexpr = H // (16 * W)
     KB: gl.constexpr = I // 128
     pid = gl.program_id(0)
     tile = pid // NB
@@ -182,23 +193,28 @@ def gemm2_decode_kernel(
     expert = gl.load(tiles + 4 * tile).to(gl.int64)
     first = gl.load(tiles + 4 * tile + 1)
     end = gl.load(tiles + 4 * tile + 2)
-    words, scales = _row_tile(w2, w2_scale, expert, block, H, I, wide)
-    w0, w1, s = _fetch(words, scales, 0)
-    w0n, w1n, sn = _fetch(words, scales, 1 % KB)
-    w0m, w1m, sm = _fetch(words, scales, 2 % KB)
+    words, scales = _row_tile(w2, w2_scale, expert, block, H, I, W, wide)
+    ring = ()
+    for slot in gl.static_range(AHEAD):
+        ring = ring + (_fetch(words, scales, slot % KB),)
     rows = gl.minimum(first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, tokens)), end - 1)
     h_at = h + (rows.to(gl.int64) * I)[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, tokens))[None, :]
-    total = gl.zeros([64, BLOCK_M], gl.float32, mma)
-    for kb in range(KB):
-        ahead = gl.minimum(kb + 3, KB - 1)
-        w0f, w1f, sf = _fetch(words, scales, ahead)
+    total = gl.zeros([16 * W, BLOCK_M], gl.float32, mma)
+    for outer in range(KB // AHEAD):
+        refilled = ()
+        for slot in gl.static_range(AHEAD):
+            kb = outer * AHEAD + slot
+            x0 = _activations(h_at + kb * 128, mma, BLOCK_M)
+            x1 = _activations(h_at + (kb * 128 + 64), mma, BLOCK_M)
+            total = _accumulate(total, ring[slot], x0, x1, mma)
+            refilled = refilled + (_fetch(words, scales, gl.minimum(kb + AHEAD, KB - 1)),)
+        ring = refilled
+    for slot in gl.static_range(KB % AHEAD):
+        kb = KB // AHEAD * AHEAD + slot
         x0 = _activations(h_at + kb * 128, mma, BLOCK_M)
         x1 = _activations(h_at + (kb * 128 + 64), mma, BLOCK_M)
-        total = _accumulate(total, w0, w1, s, x0, x1, mma)
-        w0, w1, s = w0n, w1n, sn
-        w0n, w1n, sn = w0m, w1m, sm
-        w0m, w1m, sm = w0f, w1f, sf
-    n = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, mma))
+        total = _accumulate(total, ring[slot], x0, x1, mma)
+    n = block * (16 * W) + gl.arange(0, 16 * W, layout=gl.SliceLayout(1, mma))
     out_rows = first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma))
     kept = gl.minimum(out_rows, end - 1)
     scale = gl.full([BLOCK_M], SCALE_BACK, gl.float32, gl.SliceLayout(0, mma)) * gl.load(w2_scale_2 + expert)
