@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,10 +12,28 @@ from torch import Tensor
 from moe_kernels.batch_invariant import padded_rows
 from moe_kernels.records import Routing
 
-# Cost of one separate product beyond its rows, and of reading one expert's matrix, both in rows of work.
-# Fitted to timings on 2 cores (H 512, I 128, E 16, M 4 to 64); they move speed only, never bits.
-_CALL_ROWS = {torch.float32: 8, torch.bfloat16: 64}
-_READ_ROWS = 8
+
+class Cost(NamedTuple):
+    """Work of the products on a CPU in rows of a bmm; moves speed only, never bits.
+
+    A separate product of n rows costs `ratio` * n + `call`; no product costs less than `floor` rows, since it
+    reads its matrix. Fitted to timings on 2 cores (H 512, I 128, E 16, 8 to 64 rows).
+    """
+
+    ratio: float
+    call: int
+    floor: int
+
+    def separate(self, rows: int) -> float:
+        """One expert's own product."""
+        return self.ratio * max(rows, self.floor) + self.call
+
+    def block(self, experts: int, rows: int) -> float:
+        """A bmm over all experts, `rows` each."""
+        return experts * max(rows, self.floor) if rows else 0.0
+
+
+CPU_COST = {torch.float32: Cost(1.4, 4, 8), torch.bfloat16: Cost(1.1, 64, 16)}
 
 
 @dataclass(frozen=True)
@@ -44,14 +63,13 @@ class Dispatch:
     expert: Tensor
     slot_row: Tensor
     counts: list[int]
-    _layouts: dict[int, Layout] = field(default_factory=dict)
+    _layouts: dict[Cost | None, Layout] = field(default_factory=dict)
 
-    def layout(self, call_rows: int) -> Layout:
-        """The cheapest layout when a separate product costs `call_rows` rows extra; -1: no bmm at all."""
-        if call_rows not in self._layouts:
-            batched = 0 if call_rows < 0 else cheapest_batch(self.counts, call_rows)
-            self._layouts[call_rows] = self._place(batched)
-        return self._layouts[call_rows]
+    def layout(self, cost: Cost | None) -> Layout:
+        """The cheapest layout under `cost`; None: no bmm at all."""
+        if cost not in self._layouts:
+            self._layouts[cost] = self._place(cheapest_batch(self.counts, cost) if cost else 0)
+        return self._layouts[cost]
 
     def _place(self, batched: int) -> Layout:
         rest, end, first, low, high = [], batched * len(self.counts), 0, [], []
@@ -74,15 +92,16 @@ class Dispatch:
         return Layout(batched, position, rest, end)
 
 
-def cheapest_batch(counts: list[int], call_rows: int) -> int:
+def cheapest_batch(counts: list[int], cost: Cost) -> int:
     """Rows per expert for the bmm, a multiple of ROW_MULTIPLE or 0, that makes the estimated work least."""
     sizes = sorted((padded_rows(n) for n in counts if n), reverse=True)
-    best, best_cost = 0, sum(max(size, _READ_ROWS) + call_rows for size in sizes)
+    best, least = 0, sum(map(cost.separate, sizes))
     above = 0  # padded rows of the experts before this one
     for i, size in enumerate(sizes):
-        cost = len(counts) * max(size, _READ_ROWS) + above - i * size + i * call_rows
-        if cost < best_cost:
-            best, best_cost = size, cost
+        # experts above `size` keep a separate product each; their floor is left out of the estimate
+        work = cost.block(len(counts), size) + cost.ratio * (above - i * size) + cost.call * i
+        if work < least:
+            best, least = size, work
         above += size
     return best
 
@@ -108,7 +127,7 @@ def grouped_linear(x: Tensor, plan: Dispatch, matrices: Tensor | Matrix) -> Tens
     same. FP32 products accumulate in FP32; BF16 ones accumulate in FP32 and are rounded to BF16.
     """
     stacked = isinstance(matrices, Tensor)
-    layout = plan.layout(_CALL_ROWS.get(x.dtype, 8) if stacked and x.device.type == "cpu" else -1)
+    layout = plan.layout(CPU_COST.get(x.dtype) if stacked and x.device.type == "cpu" else None)
     padded = x.new_zeros(layout.total, x.shape[1])
     padded[layout.position] = x
     out = None

@@ -112,24 +112,24 @@ def test_every_layout_gives_the_bits_of_single_products(counts: list[int], low_p
         layout = plan._place(batched)
         assert layout.position.unique().numel() == sum(counts)  # no two rows share a place
         forced = grouped.Dispatch(plan.token, plan.expert, plan.slot_row, plan.counts)
-        forced._layouts.update(dict.fromkeys(grouped._CALL_ROWS.values(), layout))
+        forced._layouts.update(dict.fromkeys(grouped.CPU_COST.values(), layout))
         assert_bitwise_equal(grouped.grouped_linear(sorted_x, forced, weights), expected, f"batched={batched}")
 
 
-@given(st.lists(st.integers(0, 200), min_size=1, max_size=40), st.sampled_from([8, 64]))
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=40), st.sampled_from(list(grouped.CPU_COST.values())))
 @settings(max_examples=100, deadline=None)
-def test_cheapest_batch_is_the_cheapest(counts: list[int], call_rows: int) -> None:
-    def cost(batched: int) -> int:
-        sizes = [bi.padded_rows(n) for n in counts if n]
-        if not batched:
-            return sum(max(s, grouped._READ_ROWS) + call_rows for s in sizes)
-        rest = [s - batched for s in sizes if s > batched]
-        return len(counts) * max(batched, grouped._READ_ROWS) + sum(r + call_rows for r in rest)
+def test_cheapest_batch_is_the_cheapest(counts: list[int], cost: grouped.Cost) -> None:
+    sizes = [bi.padded_rows(n) for n in counts if n]
 
-    chosen = grouped.cheapest_batch(counts, call_rows)
+    def work(batched: int) -> float:
+        if not batched:
+            return sum(map(cost.separate, sizes))
+        rest = [s - batched for s in sizes if s > batched]
+        return cost.block(len(counts), batched) + sum(cost.ratio * r + cost.call for r in rest)
+
+    chosen = grouped.cheapest_batch(counts, cost)
     assert chosen % bi.ROW_MULTIPLE == 0
-    candidates = {0, *(bi.padded_rows(n) for n in counts)}
-    assert cost(chosen) == min(map(cost, candidates))
+    assert work(chosen) == pytest.approx(min(map(work, {0, *sizes})))
 
 
 def test_dispatch_sorts_by_expert_then_token() -> None:
