@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 import lm_eval
+import lm_eval.utils
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
@@ -86,8 +87,17 @@ def task_config(spec: TaskSpec, problems: Problems, sampling: Sampling) -> dict[
     if not problems.shots:
         for split in ("training_split", "fewshot_split", "fewshot_config"):
             config.pop(split, None)
+    for name in ("doc_to_text", "doc_to_target"):
+        if isinstance(config.get(name), str) and "{{" in config[name]:
+            config[name] = _compiled(config[name])
     config["custom_dataset"] = lambda **_: _splits(problems)
     return config
+
+
+def _compiled(template: str) -> Callable[[Mapping[str, Any]], str]:
+    """A template as a function: lm-eval would compile the text again for every use (about six times an item)."""
+    made = lm_eval.utils.env.from_string(template)
+    return lambda doc: made.render(**doc)
 
 
 def _splits(problems: Problems) -> datasets.DatasetDict:

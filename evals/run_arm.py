@@ -12,8 +12,8 @@ from typing import Any
 from evals import run_preflight as preflight
 from evals.client import Ask, Endpoint, Retries
 from evals.data import Problems
-from evals.errors import PreflightError, ServerError
-from evals.integrity import identity
+from evals.errors import JournalError, PreflightError, ServerError
+from evals.integrity import changed, identity
 from evals.journal import Journal
 from evals.records import ArmResult, Protocol
 from evals.run_collect import ALONE, Job, collect
@@ -105,8 +105,14 @@ def server_for(run: Run, arm: ArmSpec) -> Iterator[Live]:
         live = Live(arm, endpoint, who, dead)
         entry = run.folder.arm(arm.name)
         asked_before = any(row["arm"] == arm.name for row in run.journal)
+        other = changed(entry.get("identity") or {}, who) if asked_before and "identity" in entry else []
+        if other:
+            raise JournalError(
+                f"{run.journal.path} holds answers of another server for '{arm.name}' ({', '.join(other[:4])} differ); "
+                "start that one again, or choose another --out"
+            )
         for job in live.jobs(run):
-            job.missing(run.protocol, run.asks, run.journal)  # raises if another server answered here
+            job.missing(run.protocol, run.asks, run.journal)  # raises if a key does not fit
         if not (asked_before and "fingerprint_before" in entry):
             entry["fingerprint_before"] = None if info.fingerprint is None else dict(info.fingerprint)
         entry.pop("died", None)

@@ -6,6 +6,8 @@ a loader `(data: Path | None, train: Path | None) -> RawData`, and one `register
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,11 +40,8 @@ class TaskSpec:
     about: str
 
     def config(self) -> dict[str, Any]:
-        """The lm-eval task configuration as read from the YAML."""
-        import yaml
-
-        loaded: dict[str, Any] = yaml.safe_load(self.yaml.read_text(encoding="utf-8"))
-        return loaded
+        """The lm-eval task configuration as read from the YAML; the caller's own copy."""
+        return copy.deepcopy(_read(self.yaml))
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -54,6 +53,14 @@ class TaskSpec:
         module, _, function = self.loader.partition(":")
         loader: Loader = getattr(importlib.import_module(module), function)
         return loader(data, train)
+
+
+@functools.cache
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    loaded: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return loaded
 
 
 _TASKS: dict[str, TaskSpec] = {}
@@ -86,4 +93,12 @@ register(TaskSpec(
     shots=5,
     max_tokens=1024,
     about="GSM8K, grade-school mathematics (Cobbe et al. 2021), lm-eval's prompt and filters, fixed shots",
+))
+register(TaskSpec(
+    name="gsm8k-mini",
+    yaml=TASK_DIR / "gsm8k_mini.yaml",
+    loader="evals.mini.dataset:load_raw",
+    shots=0,
+    max_tokens=384,
+    about="generated word problems for the embedded model in GSM8K's answer format; it is not GSM8K",
 ))

@@ -309,7 +309,7 @@ def test_another_variant_cannot_go_on_with_a_journal(serve: Serve, options: Opti
     lines = (path / "items.jsonl").read_text().splitlines(keepends=True)
     (path / "items.jsonl").write_text("".join(lines[:5]))
     a.variant = "fp8/other"
-    with pytest.raises(JournalError, match="another variant"):
+    with pytest.raises(JournalError, match=r"another server for 'baseline' \(variant.requested"):
         run.execute(replace(made, resume=True))
     assert a.posts == 10
 
