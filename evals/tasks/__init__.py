@@ -91,7 +91,7 @@ register(TaskSpec(
     yaml=TASK_DIR / "gsm8k.yaml",
     loader="evals.data:load_gsm8k",
     shots=5,
-    max_tokens=1024,
+    max_tokens=512,
     about="GSM8K, grade-school mathematics (Cobbe et al. 2021), lm-eval's prompt and filters, fixed shots",
 ))
 register(TaskSpec(
