@@ -82,7 +82,8 @@ def batch_invariant(shape: bench.BenchShape, variant: str, tokens: list[int]) ->
     layer = build(variant, shape, record, bench.correction_bias(shape, device))
     hidden, logits = bench.inputs(shape, max(tokens), 1, device)[0]
     alone = torch.cat([layer.forward(hidden[i : i + 1], logits[i : i + 1])[0] for i in range(8)])
-    return {t: (layer.forward(hidden[:t], logits[:t])[0][:8] == alone[: min(8, t)]).float().mean().item() for t in tokens}
+    return {t: (layer.forward(hidden[:t], logits[:t])[0][:8] == alone[: min(8, t)]).float().mean().item()
+            for t in tokens}
 
 
 def option_equality(shape: bench.BenchShape, tokens: list[int]) -> bool:

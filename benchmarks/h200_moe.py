@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 import torch
 import triton
+import triton.language as tl
 
 from benchmarks import h200_check, h200_tune
 from moe_kernels import bench
@@ -43,7 +44,7 @@ def stages(shape: bench.BenchShape, tokens: list[int], ceilings: bench.Ceilings)
         ys = [torch.randn(t * shape.top_k, shape.hidden, device=device).bfloat16() for _ in data]
         sets: dict[str, list[bench.Call]] = {
             "route_sort_quantise": [
-                lambda h=h, g=g: pipeline.route_sort_quantise(g, layer.bias, h, layer.config, config.block_m)
+                lambda h=h, g=g, m=config.block_m: pipeline.route_sort_quantise(g, layer.bias, h, layer.config, m)
                 for h, g in data],
             "gemm1": prepared.gemm1(config), "gemm2": prepared.gemm2(config),
             "combine": [lambda y=y, o=o: pipeline.combine(y, o[0].weights, torch.bfloat16)
@@ -56,6 +57,27 @@ def stages(shape: bench.BenchShape, tokens: list[int], ceilings: bench.Ceilings)
             rows.append(bench.Row(shape.name, t, "fp8/triton", name, us, floor, detail={"p10_us": low, "p90_us": high}))
         torch.cuda.empty_cache()
     return rows
+
+
+@triton.jit
+def _reread(x, out, total, BLOCK: tl.constexpr):
+    """Every program reads all of x, from its own starting place; x fits the L2 cache."""
+    pid = tl.program_id(0)
+    start = pid * 37
+    acc = tl.zeros([BLOCK], dtype=tl.int32)
+    for n in range(total):
+        acc += tl.load(x + ((start + n) % total) * BLOCK + tl.arange(0, BLOCK))
+    tl.store(out + pid, tl.sum(acc, axis=0))
+
+
+def l2_read_rate() -> float:
+    """Bytes/s that all SMs together read from L2: the ceiling of a GEMM whose tiles come from there."""
+    x = torch.randint(0, 100, (5 << 20,), dtype=torch.int32, device="cuda")  # 20 MB
+    programs, block = 132 * 4, 4096
+    out = torch.empty(programs, dtype=torch.int32, device="cuda")
+    total = x.numel() // block
+    us = bench.graph_us([lambda: _reread[(programs,)](x, out, total, BLOCK=block, num_warps=8)] * 3)[0]
+    return programs * 4.0 * x.numel() / (us * 1e-6)
 
 
 def sanitize() -> None:
@@ -101,7 +123,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="mini,glm-4.5-air")
     parser.add_argument("--check-tokens", default="1,2,3,7,8,31,64,1024")
     parser.add_argument("--special", action="store_true", help="the warp-specialised kernel passed --phases special")
-    parser.add_argument("--seeds", type=int, default=1, help="of glm-4.5-air and mini in FP8; a quarter of it elsewhere")
+    parser.add_argument("--seeds", type=int, default=1, help="of glm-4.5-air and mini in FP8; a quarter elsewhere")
     args = parser.parse_args()
     start = time.time()
     if args.phases == "sanitize":
@@ -119,6 +141,8 @@ def main() -> None:
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     ceilings = bench.measure_ceilings(torch.device("cuda"))
     print(f"read {ceilings.read / 1e12:.2f} TB/s, {ceilings.flops / 1e12:.0f} TFLOP/s ({ceilings.source})", flush=True)
+    if "limits" in args.phases:
+        print(f"L2 read {l2_read_rate() / 1e12:.2f} TB/s", flush=True)
     check_tokens = [int(t) for t in args.check_tokens.split(",")]
     shapes = [bench.SHAPES[name] for name in args.shapes.split(",")]
     formats = args.tune_formats.split(",")
@@ -135,13 +159,14 @@ def main() -> None:
             name = shape.name
             for fmt in ("fp8", "nvfp4"):
                 began = time.time()
-                found += h200_check.check(shape, fmt, check_tokens, args.seeds if fmt == "fp8" and shape in (AIR, bench.SHAPES["mini"]) else
-                                          max(1, args.seeds // 4) if fmt == "fp8" else 1, deadline)
+                full = fmt == "fp8" and shape in (AIR, bench.SHAPES["mini"])
+                seeds = args.seeds if full else max(1, args.seeds // 4)
+                found += h200_check.check(shape, fmt, check_tokens, seeds, deadline)
                 mine = [f for f in found if f["shape"] == name and f["format"] == fmt]
                 print(name, fmt, f"{len(mine)} cases {time.time() - began:.1f} s",
-                      "worst rel to emulated %.2e" % max((f["rel_emulated"] for f in mine), default=-1),
-                      "worst row %.2e" % max((f["worst_row"] for f in mine), default=-1),
-                      "oracle %.2e" % max((f["rel_oracle"] for f in mine), default=-1),
+                      f"worst rel to emulated {max((f['rel_emulated'] for f in mine), default=-1):.2e}",
+                      f"worst row {max((f['worst_row'] for f in mine), default=-1):.2e}",
+                      f"oracle {max((f['rel_oracle'] for f in mine), default=-1):.2e}",
                       "ids", all(f["ids_equal"] for f in mine), "repeat", all(f["repeat_equal"] for f in mine),
                       "apart", all(f["apart_equal"] for f in mine), "finite", all(f["finite"] for f in mine),
                       flush=True)

@@ -222,22 +222,22 @@ def experts_hit(ids: Tensor) -> int:
     return int(ids.unique().numel())
 
 
-def floor_us(
-    shape: BenchShape, record: ExpertWeights, tokens: int, hit: int, ceilings: Ceilings, stage: str = "layer"
-) -> float:
-    """The larger of bytes / read rate and FLOP / peak for `stage` in layer, gemm1, gemm2.
-
-    Bytes: the hit experts' weights and scales once, hidden in and output out in BF16 (layer only).
-    """
+def bytes_read(shape: BenchShape, record: ExpertWeights, tokens: int, hit: int, stage: str = "layer") -> float:
+    """Bytes that must move: the hit experts' weights and scales once; for `layer` hidden in and output out (BF16)."""
     first, second = ("w13", "w13_scale"), ("w2", "w2_scale")
     parts = {"layer": first + second, "gemm1": first, "gemm2": second}
     tensors = [getattr(record, name) for name in parts[stage]]
     size = sum(t.numel() * t.element_size() for t in tensors if t is not None) * hit / shape.experts
-    if stage == "layer":
-        size += 4 * tokens * shape.hidden
+    return size + (4.0 * tokens * shape.hidden if stage == "layer" else 0.0)
+
+
+def floor_us(
+    shape: BenchShape, record: ExpertWeights, tokens: int, hit: int, ceilings: Ceilings, stage: str = "layer"
+) -> float:
+    """The larger of bytes / read rate and FLOP / peak for `stage` in layer, gemm1, gemm2."""
     macs = {"layer": 3, "gemm1": 2, "gemm2": 1}[stage] * shape.hidden * shape.intermediate
     flops = 2.0 * tokens * shape.top_k * macs
-    return max(size / ceilings.read, flops / ceilings.flops) * 1e6
+    return max(bytes_read(shape, record, tokens, hit, stage) / ceilings.read, flops / ceilings.flops) * 1e6
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
@@ -293,7 +293,9 @@ def time_layers(
         times = alternate_us(calls, rounds) if device.type == "cuda" else [wall_us(c) for c in calls]
         for variant, layer, (us, low, high) in zip(variants, layers, times, strict=True):
             hit = round(statistics.mean(experts_hit(layer.route(logits).ids) for _, logits in data))
-            floor = floor_us(shape, records[parse(variant).format], count, hit, ceilings)
-            detail = {"p10_us": low, "p90_us": high, "experts_hit": hit}
-            rows.append(Row(shape.name, count, variant, "layer", us, floor, detail=dict(detail)))
+            record = records[parse(variant).format]
+            floor = floor_us(shape, record, count, hit, ceilings)
+            detail: dict[str, object] = {"p10_us": low, "p90_us": high, "experts_hit": hit,
+                                         "bytes": bytes_read(shape, record, count, hit)}
+            rows.append(Row(shape.name, count, variant, "layer", us, floor, detail=detail))
     return rows

@@ -11,10 +11,10 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import triton.language as tl  # noqa: E402
-from triton.runtime import interpreter  # noqa: E402
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 _convert = interpreter._convert_float
 

@@ -1,1 +1,1 @@
-"""Triton kernels of the `fp8/triton` and `nvfp4/triton` variants: Hopper first, correct from SM89 (FP8) and SM80 (NVFP4)."""
+"""Triton kernels of `fp8/triton` and `nvfp4/triton`: Hopper first, FP8 from SM89, NVFP4 from SM80."""

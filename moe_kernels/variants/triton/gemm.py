@@ -43,16 +43,16 @@ def _weight_tile(w, row, column, K: tl.constexpr, BN: tl.constexpr, TMA: tl.cons
 @triton.jit(do_not_specialize=["tokens", "pairs"])
 def gemm1_kernel(
     x_q, x_scale, w13, w13_scale, h_q, h_scale, sorted_slots, tiles, tokens, pairs,
-    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    H: tl.constexpr, INTER: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr, LIMIT: tl.constexpr,
 ):
     """h = quantise(silu(x Wg) * (x Wu)) for one tile of rows and one block of 128 intermediate columns.
 
     x_q E4M3 [T, H], x_scale [H/128, T]; w13 E4M3 [E * 2I, H] = [gate; up] per expert, w13_scale [E, 2I/128,
-    H/128]; h_q E4M3 [pairs, I] in sorted order, h_scale [I/128, pairs]. The tile holds gate and up of the same
+    H/128]; h_q E4M3 [pairs, INTER] in sorted order, h_scale [INTER/128, pairs]. The tile holds gate and up of the same
     128 columns, so the amax of the re-quantisation is local.
     """
-    NB: tl.constexpr = I // 128
+    NB: tl.constexpr = INTER // 128
     KB: tl.constexpr = H // 128
     pid = tl.program_id(0)
     tile = pid // NB
@@ -66,8 +66,8 @@ def gemm1_kernel(
     live = rows < end
     token = tl.load(sorted_slots + tl.minimum(rows, end - 1)) // TOP_K
     x_row = x_q + token.to(tl.int64)[:, None] * H + tl.arange(0, 128)[None, :]
-    gate_row = expert * (2 * I) + block * 128
-    up_row = gate_row + I
+    gate_row = expert * (2 * INTER) + block * 128
+    up_row = gate_row + INTER
     ws = w13_scale + (expert.to(tl.int64) * (2 * NB) + block) * KB
     # Scales are loaded one step ahead: they are too small for the asynchronous pipeline.
     s_x = tl.load(x_scale + token)
@@ -96,11 +96,11 @@ def gemm1_kernel(
     columns = block * 128 + tl.arange(0, 128)
     if SWAP:
         q, scale = quantise(h, 1e-10, 0)
-        where = rows.to(tl.int64)[None, :] * I + columns[:, None]
+        where = rows.to(tl.int64)[None, :] * INTER + columns[:, None]
         tl.store(h_q + where, q, mask=live[None, :])
     else:
         q, scale = quantise(h, 1e-10, 1)
-        where = rows.to(tl.int64)[:, None] * I + columns[None, :]
+        where = rows.to(tl.int64)[:, None] * INTER + columns[None, :]
         tl.store(h_q + where, q, mask=live[:, None])
     tl.store(h_scale + block.to(tl.int64) * pairs + rows, scale, mask=live)
 
@@ -117,12 +117,12 @@ def swiglu(gate, up, LIMIT: tl.constexpr):
 @triton.jit(do_not_specialize=["pairs"])
 def gemm2_kernel(
     h_q, h_scale, w2, w2_scale, y, sorted_slots, tiles, pairs,
-    H: tl.constexpr, I: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    H: tl.constexpr, INTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, STAGES: tl.constexpr,
 ):
     """y[slot] = h W2 for one tile of rows and BLOCK_N output columns; y BF16 [T * top_k, H] in slot order."""
     NB: tl.constexpr = H // BLOCK_N
-    KB: tl.constexpr = I // 128
+    KB: tl.constexpr = INTER // 128
     pid = tl.program_id(0)
     tile = pid // NB
     block = pid % NB
@@ -134,7 +134,7 @@ def gemm2_kernel(
     rows = first + tl.arange(0, BLOCK_M)
     live = rows < end
     rows = tl.minimum(rows, end - 1)
-    h_row = h_q + rows.to(tl.int64)[:, None] * I + tl.arange(0, 128)[None, :]
+    h_row = h_q + rows.to(tl.int64)[:, None] * INTER + tl.arange(0, 128)[None, :]
     w_row = expert * H + block * BLOCK_N
     ws = w2_scale + (expert.to(tl.int64) * (H // 128) + (block * BLOCK_N) // 128) * KB
     s_h = tl.load(h_scale + rows)
@@ -145,7 +145,7 @@ def gemm2_kernel(
         total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for kb in tl.range(0, KB, num_stages=STAGES):
         h = tl.load(h_row + kb * 128)
-        w = _weight_tile(w2, w_row, kb * 128, I, BLOCK_N, TMA)
+        w = _weight_tile(w2, w_row, kb * 128, INTER, BLOCK_N, TMA)
         ahead = tl.minimum(kb + 1, KB - 1)
         s_h_next = tl.load(h_scale + ahead.to(tl.int64) * pairs + rows)
         s_w_next = tl.load(ws + ahead)

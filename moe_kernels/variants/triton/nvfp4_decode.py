@@ -4,7 +4,8 @@
 of the m16n8k16 operand, so a warp reads 512 contiguous bytes, and no shared memory, shuffle or conversion stands
 between the load and the product. The 16 columns of a block scale all belong to one thread. Weights are loaded
 AHEAD blocks early into a ring of registers; the loop is unrolled by the ring's size, because copying a register
-that a load has yet to fill would wait for it. Numerics as in `nvfp4_gemm.py`: exact BF16 weights, FP32 sums, scalars last.
+that a load has yet to fill would wait for it. Numerics as in `nvfp4_gemm.py`: exact BF16 weights, FP32 sums,
+scalars last.
 """
 
 from __future__ import annotations
@@ -112,15 +113,15 @@ def _row_tile(words, scales, expert, tile, N: gl.constexpr, K: gl.constexpr, W: 
 @gluon.jit
 def gemm1_decode_kernel(
     x, x_row_scale, w13, w13_scale, w13_scale_2, h, sorted_slots, tiles,
-    H: gl.constexpr, I: gl.constexpr, TOP_K: gl.constexpr, BLOCK_M: gl.constexpr, LIMIT: gl.constexpr,
+    H: gl.constexpr, INTER: gl.constexpr, TOP_K: gl.constexpr, BLOCK_M: gl.constexpr, LIMIT: gl.constexpr,
     HAS_ROW_SCALE: gl.constexpr, AHEAD: gl.constexpr,
 ):
-    """As `nvfp4_gemm.gemm1_nvfp4_kernel`, for 16 columns of I a warp. Grid: tiles * I / (16 W), W = 2 or 4 warps."""
+    """As `nvfp4_gemm.gemm1_nvfp4_kernel`, 16 columns of INTER a warp. Grid: tiles * INTER / (16 W) for W = 2 or 4."""
     W: gl.constexpr = gl.num_warps()
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1], [16, 8])
     wide: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [W, 1], [1, 0])
     tokens: gl.constexpr = token_layout(BLOCK_M, W)
-    NB: gl.constexpr = I // (16 * W)
+    NB: gl.constexpr = INTER // (16 * W)
     KB: gl.constexpr = H // 128
     pid = gl.program_id(0)
     tile = pid // NB
@@ -130,8 +131,8 @@ def gemm1_decode_kernel(
     expert = gl.load(tiles + 4 * tile).to(gl.int64)
     first = gl.load(tiles + 4 * tile + 1)
     end = gl.load(tiles + 4 * tile + 2)
-    gate_w, gate_s = _row_tile(w13, w13_scale, expert, block, 2 * I, H, W, wide)
-    up_w, up_s = _row_tile(w13, w13_scale, expert, block + NB, 2 * I, H, W, wide)
+    gate_w, gate_s = _row_tile(w13, w13_scale, expert, block, 2 * INTER, H, W, wide)
+    up_w, up_s = _row_tile(w13, w13_scale, expert, block + NB, 2 * INTER, H, W, wide)
     ring = ()
     for slot in gl.static_range(AHEAD):
         ring = ring + (_fetch(gate_w, gate_s, slot % KB), _fetch(up_w, up_s, slot % KB))
@@ -170,13 +171,13 @@ def gemm1_decode_kernel(
         gate = gl.minimum(gate, LIMIT)
         up = gl.minimum(gl.maximum(up, -LIMIT), LIMIT)
     value = gate / (1.0 + gl.exp(-gate)) * up
-    gl.store(h + (out_rows.to(gl.int64) * I)[None, :] + n[:, None], value.to(h.dtype.element_ty), mask=live)
+    gl.store(h + (out_rows.to(gl.int64) * INTER)[None, :] + n[:, None], value.to(h.dtype.element_ty), mask=live)
 
 
 @gluon.jit
 def gemm2_decode_kernel(
     h, h_row_scale, w2, w2_scale, w2_scale_2, y, sorted_slots, tiles,
-    H: gl.constexpr, I: gl.constexpr, BLOCK_M: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, AHEAD: gl.constexpr,
+    H: gl.constexpr, INTER: gl.constexpr, BLOCK_M: gl.constexpr, HAS_ROW_SCALE: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """As `nvfp4_gemm.gemm2_nvfp4_kernel`, for 16 columns of H a warp. Grid: tiles * H / (16 W), W = 2 or 4 warps."""
     W: gl.constexpr = gl.num_warps()
@@ -184,7 +185,7 @@ def gemm2_decode_kernel(
     wide: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [W, 1], [1, 0])
     tokens: gl.constexpr = token_layout(BLOCK_M, W)
     NB: gl.constexpr = H // (16 * W)
-    KB: gl.constexpr = I // 128
+    KB: gl.constexpr = INTER // 128
     pid = gl.program_id(0)
     tile = pid // NB
     block = pid % NB
@@ -193,12 +194,12 @@ def gemm2_decode_kernel(
     expert = gl.load(tiles + 4 * tile).to(gl.int64)
     first = gl.load(tiles + 4 * tile + 1)
     end = gl.load(tiles + 4 * tile + 2)
-    words, scales = _row_tile(w2, w2_scale, expert, block, H, I, W, wide)
+    words, scales = _row_tile(w2, w2_scale, expert, block, H, INTER, W, wide)
     ring = ()
     for slot in gl.static_range(AHEAD):
         ring = ring + (_fetch(words, scales, slot % KB),)
     rows = gl.minimum(first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, tokens)), end - 1)
-    h_at = h + (rows.to(gl.int64) * I)[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, tokens))[None, :]
+    h_at = h + (rows.to(gl.int64) * INTER)[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, tokens))[None, :]
     total = gl.zeros([16 * W, BLOCK_M], gl.float32, mma)
     for outer in range(KB // AHEAD):
         refilled = ()

@@ -62,15 +62,15 @@ def _spread(scale, BN: tl.constexpr):
 @triton.jit
 def gemm1_nvfp4_kernel(
     x, x_row_scale, w13, w13_scale, w13_scale_2, h, sorted_slots, tiles,
-    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    H: tl.constexpr, INTER: tl.constexpr, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, LIMIT: tl.constexpr, ASM: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
 ):
-    """h = silu(x Wg) * (x Wu), BF16 [pairs, I] in sorted order, for one tile of rows and BLOCK_N columns of I.
+    """h = silu(x Wg) * (x Wu), BF16 [pairs, INTER] in sorted order, for one tile of rows and BLOCK_N columns of INTER.
 
     x BF16 [T, H] (with FP32 `x_row_scale` [T] to multiply by, for emulated activations); w13 uint8
     [E, H/128, 2I, 64], w13_scale E4M3 [E, H/128, 2I, 8], w13_scale_2 FP32 [E, 2].
     """
-    NB: tl.constexpr = I // BLOCK_N
+    NB: tl.constexpr = INTER // BLOCK_N
     KB: tl.constexpr = H // 128
     pid = tl.program_id(0)
     tile = pid // NB
@@ -85,21 +85,21 @@ def gemm1_nvfp4_kernel(
     token = tl.load(sorted_slots + tl.minimum(rows, end - 1)) // TOP_K
     x_low = x + token.to(tl.int64)[:, None] * H + tl.arange(0, 64)[None, :]
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_gate = w13 + expert * (KB * 2 * I * 64) + n[:, None] * 64 + tl.arange(0, 64)[None, :]
-    s_gate = w13_scale + expert * (KB * 2 * I * 8) + n[:, None] * 8 + tl.arange(0, 4)[None, :]
+    w_gate = w13 + expert * (KB * 2 * INTER * 64) + n[:, None] * 64 + tl.arange(0, 64)[None, :]
+    s_gate = w13_scale + expert * (KB * 2 * INTER * 8) + n[:, None] * 8 + tl.arange(0, 4)[None, :]
     gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for kb in tl.range(0, KB, num_stages=STAGES):
         a = tl.trans(tl.load(x_low + kb * 128))
         b = tl.trans(tl.load(x_low + kb * 128 + 64))
-        s0 = _spread(tl.load(s_gate + kb * (2 * I * 8)), BLOCK_N)
-        s1 = _spread(tl.load(s_gate + kb * (2 * I * 8) + 4), BLOCK_N)
-        low, high = decode(tl.load(w_gate + kb * (2 * I * 64)), s0, s1, ASM)
+        s0 = _spread(tl.load(s_gate + kb * (2 * INTER * 8)), BLOCK_N)
+        s1 = _spread(tl.load(s_gate + kb * (2 * INTER * 8) + 4), BLOCK_N)
+        low, high = decode(tl.load(w_gate + kb * (2 * INTER * 64)), s0, s1, ASM)
         gate = tl.dot(low, a, gate)
         gate = tl.dot(high, b, gate)
-        s0 = _spread(tl.load(s_gate + kb * (2 * I * 8) + I * 8), BLOCK_N)
-        s1 = _spread(tl.load(s_gate + kb * (2 * I * 8) + I * 8 + 4), BLOCK_N)
-        low, high = decode(tl.load(w_gate + kb * (2 * I * 64) + I * 64), s0, s1, ASM)
+        s0 = _spread(tl.load(s_gate + kb * (2 * INTER * 8) + INTER * 8), BLOCK_N)
+        s1 = _spread(tl.load(s_gate + kb * (2 * INTER * 8) + INTER * 8 + 4), BLOCK_N)
+        low, high = decode(tl.load(w_gate + kb * (2 * INTER * 64) + INTER * 64), s0, s1, ASM)
         up = tl.dot(low, a, up)
         up = tl.dot(high, b, up)
     scale = tl.full([BLOCK_M], SCALE_BACK, tl.float32)
@@ -107,19 +107,22 @@ def gemm1_nvfp4_kernel(
         scale *= tl.load(x_row_scale + token)
     gate *= (scale * tl.load(w13_scale_2 + expert * 2))[None, :]
     up *= (scale * tl.load(w13_scale_2 + expert * 2 + 1))[None, :]
-    where = rows.to(tl.int64)[None, :] * I + n[:, None]
+    where = rows.to(tl.int64)[None, :] * INTER + n[:, None]
     tl.store(h + where, swiglu(gate, up, LIMIT).to(h.dtype.element_ty), mask=live[None, :])
 
 
 @triton.jit
 def gemm2_nvfp4_kernel(
     h, h_row_scale, w2, w2_scale, w2_scale_2, y, sorted_slots, tiles,
-    H: tl.constexpr, I: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, INTER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     ASM: tl.constexpr, HAS_ROW_SCALE: tl.constexpr,
 ):
-    """y[slot] = h W2, [T * top_k, H] in slot order; w2 uint8 [E, I/128, H, 64], w2_scale E4M3 [E, I/128, H, 8]."""
+    """y[slot] = h W2, [T * top_k, H] in slot order.
+
+    w2 uint8 [E, INTER/128, H, 64], w2_scale E4M3 [E, INTER/128, H, 8], w2_scale_2 FP32 [E].
+    """
     NB: tl.constexpr = H // BLOCK_N
-    KB: tl.constexpr = I // 128
+    KB: tl.constexpr = INTER // 128
     pid = tl.program_id(0)
     tile = pid // NB
     block = pid % NB
@@ -131,7 +134,7 @@ def gemm2_nvfp4_kernel(
     rows = first + tl.arange(0, BLOCK_M)
     live = rows < end
     rows = tl.minimum(rows, end - 1)
-    h_low = h + rows.to(tl.int64)[:, None] * I + tl.arange(0, 64)[None, :]
+    h_low = h + rows.to(tl.int64)[:, None] * INTER + tl.arange(0, 64)[None, :]
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = w2 + expert * (KB * H * 64) + n[:, None] * 64 + tl.arange(0, 64)[None, :]
     s_row = w2_scale + expert * (KB * H * 8) + n[:, None] * 8 + tl.arange(0, 4)[None, :]

@@ -70,7 +70,7 @@ def gemm1(w: NvFp4Weights, x: Tensor, scalars: Tensor | None, order: Order, conf
 
         words, scales, _, _ = w.fragments
         gemm1_decode_kernel[(order.tiles.shape[0] * (width // (16 * config.warps1)),)](
-            x, row_scale, words, scales, w.w13_scale_2, h, order.slots, order.tiles, H=w.shape.hidden_size, I=width,
+            x, row_scale, words, scales, w.w13_scale_2, h, order.slots, order.tiles, H=w.shape.hidden_size, INTER=width,
             TOP_K=w.shape.top_k, BLOCK_M=config.block_m, LIMIT=w.limit, HAS_ROW_SCALE=scalars is not None,
             AHEAD=config.stages1, num_warps=config.warps1,
         )
@@ -78,7 +78,7 @@ def gemm1(w: NvFp4Weights, x: Tensor, scalars: Tensor | None, order: Order, conf
     packed, scales, _, _ = w.tiled
     gemm1_nvfp4_kernel[(order.tiles.shape[0] * (width // config.block_n1),)](
         x, row_scale, packed, scales, w.w13_scale_2, h, order.slots, order.tiles,
-        H=w.shape.hidden_size, I=width, TOP_K=w.shape.top_k, BLOCK_M=config.block_m,
+        H=w.shape.hidden_size, INTER=width, TOP_K=w.shape.top_k, BLOCK_M=config.block_m,
         BLOCK_N=config.block_n1, STAGES=config.stages1, LIMIT=w.limit, ASM=w.asm, HAS_ROW_SCALE=scalars is not None,
         num_warps=config.warps1, num_stages=config.stages1,
     )
@@ -98,14 +98,14 @@ def gemm2(
         _, _, words, scales = w.fragments
         gemm2_decode_kernel[(order.tiles.shape[0] * (width // (16 * config.warps2)),)](
             h, row_scale, words, scales, w.w2_scale_2, y, order.slots, order.tiles, H=width,
-            I=w.shape.intermediate_size, BLOCK_M=config.block_m, HAS_ROW_SCALE=scalars is not None,
+            INTER=w.shape.intermediate_size, BLOCK_M=config.block_m, HAS_ROW_SCALE=scalars is not None,
             AHEAD=config.stages2, num_warps=config.warps2,
         )
         return y
     _, _, packed, scales = w.tiled
     gemm2_nvfp4_kernel[(order.tiles.shape[0] * (width // config.block_n2),)](
         h, row_scale, packed, scales, w.w2_scale_2, y, order.slots, order.tiles,
-        H=width, I=w.shape.intermediate_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n2,
+        H=width, INTER=w.shape.intermediate_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n2,
         STAGES=config.stages2, ASM=w.asm, HAS_ROW_SCALE=scalars is not None,
         num_warps=config.warps2, num_stages=config.stages2,
     )

@@ -102,7 +102,8 @@ def route_sort_quantise(
     route_quantise_kernel[(sizes.chunks + quant_programs,)](
         logits, bias if bias is not None else weights, hidden if quant_programs else weights,
         ids64, ids, weights, ranks, histogram, slots, tiles,
-        x_q if quant_programs else weights, x_scale if quant_programs else weights, tokens, config.routed_scaling_factor, sizes.chunks,
+        x_q if quant_programs else weights, x_scale if quant_programs else weights,
+        tokens, config.routed_scaling_factor, sizes.chunks,
         H=width, E=experts, E_PAD=sizes.padded, K=k, K_PAD=triton.next_power_of_2(k), BT=sizes.chunk,
         HAS_BIAS=bias is not None, NORM=config.norm_topk_prob, SINGLE=single, BLOCK_M=block_m,
         COLUMN_MAJOR=column_major, MODE="fp8" if quant_programs else "none", BQ=block_q, num_warps=sizes.warps,
@@ -210,7 +211,7 @@ def gemm1(w: Fp8Weights, x_q: Tensor, x_scale: Tensor, order: Order, config: Gem
         return h_q, h_scale
     gemm1_kernel[(order.tiles.shape[0] * (width // 128),)](
         x_q, x_scale, w.operand(w.w13, 128), w.w13_scale, h_q, h_scale, order.slots, order.tiles,
-        x_q.shape[0], pairs, H=w.shape.hidden_size, I=width, TOP_K=w.shape.top_k, BLOCK_M=config.block_m,
+        x_q.shape[0], pairs, H=w.shape.hidden_size, INTER=width, TOP_K=w.shape.top_k, BLOCK_M=config.block_m,
         SWAP=config.swap1, TMA=w.tma, STAGES=config.stages1, LIMIT=w.limit,
         num_warps=config.warps1, num_stages=config.stages1,
     )
@@ -228,7 +229,7 @@ def gemm2(
         return y
     gemm2_kernel[(order.tiles.shape[0] * (width // config.block_n),)](
         h_q, h_scale, w.operand(w.w2, config.block_n), w.w2_scale, y, order.slots, order.tiles, pairs,
-        H=width, I=w.shape.intermediate_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        H=width, INTER=w.shape.intermediate_size, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         SWAP=config.swap2, TMA=w.tma, STAGES=config.stages2, num_warps=config.warps2, num_stages=config.stages2,
     )
     return y
