@@ -15,7 +15,7 @@ import aiohttp
 
 from evals.errors import ServerError
 from evals.records import Protocol, canonical, sha256_hex
-from evals.replies import BadReply, Reply, parse
+from evals.replies import BadReply, Reply, cut_at_stop, parse
 
 # Answers that say "not now" rather than "no".
 _RETRIED = frozenset({408, 409, 425, 429})
@@ -172,6 +172,7 @@ class Client:
         self.gone: str | None = None
         self.models_seen: set[str] = set()
         self._dead = dead
+        self._sent: set[str] = set()
         self._session: aiohttp.ClientSession | None = None
         route = "/v1/chat/completions" if protocol.endpoint == "chat" else "/v1/completions"
         self._url = endpoint.url(route)
@@ -192,7 +193,12 @@ class Client:
         """The request this client sends for an item."""
         return request_body(self.protocol, ask, self.endpoint.model, self.seed)
 
-    async def _once(self, data: bytes, request_id: str) -> Reply:
+    def read(self, payload: bytes, ask: Ask) -> Reply:
+        """What a 200 body says; `BadReply` for everything that is no answer."""
+        found = parse(payload, chat=self.protocol.endpoint == "chat", logprobs=self.protocol.logprobs)
+        return cut_at_stop(found, self.protocol.stops)
+
+    async def _once(self, data: bytes, request_id: str, ask: Ask) -> Reply:
         if self._session is None:
             raise RuntimeError("use Client as an async context manager")
         try:
@@ -212,11 +218,11 @@ class Client:
         if answer.status != 200:  # our own fault or the server's rule: asking again cannot help
             return Reply("error", error=f"HTTP {answer.status}: {error_text(payload)}")
         echoed = answer.headers.get("X-Request-Id")
-        if echoed is not None and echoed != request_id:
-            raise Retry(f"the answer carries request id {echoed[:40]}, not ours: it is another request's")
+        # A gateway may give ids of its own; one that we gave to another request is a mix-up.
+        if echoed != request_id and echoed in self._sent:
+            raise Retry(f"the answer carries the id {echoed} of another request of ours")
         try:
-            chat = self.protocol.endpoint == "chat"
-            return parse(payload, chat=chat, logprobs=self.protocol.logprobs)
+            return self.read(payload, ask)
         except BadReply as error:
             raise Retry(str(error)) from None
 
@@ -224,13 +230,14 @@ class Client:
         """The answer to one item; after the retries an "error" reply, never an exception for it."""
         data = encode(self.body(ask))
         request_id = sha256_hex(self.scope.encode() + b"\0" + data)[:32]  # the same on every attempt
+        self._sent.add(request_id)
         attempt = 1
         while True:
             if self.gone:
                 return Reply("error", error=self.gone, attempts=attempt - 1)
             start = time.monotonic()
             try:
-                reply = await self._once(data, request_id)
+                reply = await self._once(data, request_id, ask)
             except Retry as failure:
                 reason, after = str(failure), failure.after
             else:

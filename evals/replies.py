@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evals.extraction import strip_reasoning
@@ -111,6 +111,28 @@ def _logprobs(found: Any, chat: bool) -> tuple[list[float], list[str], list[floa
             f"logprobs do not line up: {len(tokens)} tokens, {len(values)} values, {len(tops)} alternatives"
         )
     return [round(v, 6) for v in values], tokens, [_gap(t) for t in tops]
+
+
+def cut_at_stop(reply: Reply, stops: Sequence[str]) -> Reply:
+    """An answer that runs past a stop string (a server that ignores stops, or returns the string) ends before it.
+
+    lm-eval's own backends do the same. Such an answer did end, even when the server then ran into its limit.
+    """
+    found = [(reply.text.index(stop), stop) for stop in stops if stop in reply.text]
+    if not found or reply.status == "error":
+        return reply
+    end, stop = min(found)
+    text = reply.text[:end]
+    keep, length = 0, 0
+    for token in reply.tokens or []:
+        if length >= end:
+            break
+        keep, length = keep + 1, length + len(token)
+    return replace(
+        reply, text=text, finish_reason="stop", matched_stop=stop, status=classify(text, "stop", reply.reasoning),
+        logprobs=reply.logprobs and reply.logprobs[:keep], tokens=reply.tokens and reply.tokens[:keep],
+        gaps=reply.gaps and reply.gaps[:keep],
+    )
 
 
 def parse(payload: bytes, *, chat: bool, logprobs: bool) -> Reply:

@@ -205,10 +205,13 @@ def app(mock: Mock) -> web.Application:
             text, finish = text[: len(text) // 2], "length"
         if kind == "think":
             text, finish = "<think>first 7 and then " + text.split("####")[0] + "4", "length"
-        if kind == "runon":
+        if kind in ("runon", "runonlength"):
+            finish = "length" if kind == "runonlength" else finish
             text += "\n\nQuestion: and 3 cats?\nAnswer: 3\n#### 3"
         if kind == "wrong":
             text = "#### 123456789"
+        if kind == "batch":  # what a kernel that is not batch-invariant does: other words, same answer
+            text = "So. " + text
         if kind == "nofinish":
             finish = ""
         pieces = re.findall(r"\S+\s*|\s+", text)
@@ -260,7 +263,12 @@ def app(mock: Mock) -> web.Application:
             },
         }
         data = json.dumps(answer).encode()
-        headers = {"X-Request-Id": "someone-else" if kind == "wrongid" else request_id}
+        headers = {"X-Request-Id": request_id}
+        if kind == "wrongid":  # an answer that got mixed up with another request's
+            await asyncio.sleep(0.05)
+            headers["X-Request-Id"] = next((i for i in mock.ids if i != request_id), request_id)
+        if kind == "gateway":  # a proxy that gives ids of its own
+            headers["X-Request-Id"] = f"gateway-{number}"
         if kind == "half":
             data = data[: len(data) // 2]
         return web.Response(body=data, content_type="application/json", headers=headers)

@@ -79,7 +79,7 @@ def test_passing_faults_are_asked_again(serve: Serve, gold: dict[str, str], faul
 @pytest.mark.parametrize(
     ("fault", "said"),
     [("500", "HTTP 500: injected 500"), ("429", "HTTP 429: slow down"), ("drop", "connection failed"),
-     ("half", "not whole JSON"), ("nan", "NaN"), ("wrongid", "another request's"), ("index", "index 1"),
+     ("half", "not whole JSON"), ("nan", "NaN"), ("wrongid", "of another request of ours"), ("index", "index 1"),
      ("nofinish", "neither stop nor length")],
 )
 def test_lasting_faults_become_error_rows(serve: Serve, gold: dict[str, str], fault: str, said: str) -> None:
@@ -87,6 +87,21 @@ def test_lasting_faults_become_error_rows(serve: Serve, gold: dict[str, str], fa
     found, _ = run(url, asks(gold, 2), Retries(per_item=1, first_delay=0.01))
     for reply in found.values():
         assert reply.status == "error" and said in (reply.error or "") and reply.text == "" and reply.attempts == 2
+
+
+def test_a_gateways_own_request_ids_are_no_mistake(serve: Serve, gold: dict[str, str]) -> None:
+    mock, url = serve(faults=("gateway@*",))
+    assert {r.status for r in run(url, asks(gold, 4))[0].values()} == {"completed"} and mock.posts == 4
+
+
+@pytest.mark.parametrize("fault", ["runon", "runonlength"])
+def test_text_past_a_stop_is_cut(serve: Serve, gold: dict[str, str], fault: str) -> None:
+    _, url = serve(faults=(f"{fault}@*",))
+    found, _ = run(url, asks(gold, 2), logprobs=True)
+    for reply, answer in zip(found.values(), gold.values(), strict=False):
+        assert reply.text == answer and reply.matched_stop == "\n\nQuestion:"
+        assert (reply.status, reply.finish_reason) == ("completed", "stop")
+        assert "".join(reply.tokens or []).strip() == answer and len(reply.logprobs or []) == len(reply.tokens or [])
 
 
 def test_hang_is_a_timeout(serve: Serve, gold: dict[str, str]) -> None:

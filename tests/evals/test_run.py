@@ -236,7 +236,7 @@ def test_double_bos_is_refused(serve: Serve, options: Options) -> None:
 
 
 def test_the_probe_sees_answers_that_depend_on_the_batch(serve: Serve, options: Options) -> None:
-    (_, url_a), (b, url_b) = serve(variant="fp8/a"), serve(variant="fp8/b", faults=("runon@1-4",))
+    (_, url_a), (b, url_b) = serve(variant="fp8/a"), serve(variant="fp8/b", faults=("batch@1-4",))
     judged = judge_run(run.execute(options(url_a, url_b)))
     found = {f.code: f for f in judged.integrity.findings}
     assert "4 of 4 probed items gave the same text" in found["batch-invariance"].message

@@ -206,7 +206,7 @@ def test_t15_engine_versions_are_pinned_and_their_change_named(serve: Serve, opt
 
 
 def test_t19_determinism_comes_from_a_probe(serve: Serve, options: Options) -> None:
-    (_, url_a), (_, url_b) = serve(variant="fp8/a"), serve(variant="fp8/b", faults=("runon@2-3",))
+    (_, url_a), (_, url_b) = serve(variant="fp8/a"), serve(variant="fp8/b", faults=("batch@2-3",))
     found = {f.code: f for f in go(options(url_a, url_b)).integrity.findings}
     assert found["batch-invariance"].arm == "baseline"
     assert "2 of 4 probed items changed when asked alone" in found["batch-dependent"].message
