@@ -1,6 +1,6 @@
-"""Score a checkpoint on `gsm8k-mini` through stock transformers: greedy, 0-shot completion prompts, left-padded batches.
+"""Score a checkpoint on `gsm8k-mini` through stock transformers: greedy, 0-shot prompts, left-padded batches.
 
-`python -m evals.mini.evaluate CHECKPOINT [--limit N] [--device cuda] [--out FILE]`
+`python -m evals.mini.evaluate [CHECKPOINT] [--limit N] [--device cuda] [--out FILE]`
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from evals.mini.dataset import load
-from evals.mini.tokenizer import prompt
+from evals.mini.tokenizer import MODEL_DIR, prompt
 
 MAX_NEW_TOKENS = 384
 _FINAL = re.compile(r"#### (\-?[0-9\.\,]+)")  # lm-eval's strict GSM8K pattern
@@ -74,7 +74,7 @@ def score(rows: list[dict[str, Any]], answers: list[str]) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("checkpoint", type=Path, nargs="?", default=MODEL_DIR)
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=100)

@@ -108,7 +108,7 @@ def hf_tensors(network: MiniNetwork) -> dict[str, Tensor]:
                 out[f"{base}.mlp.{name}_proj.weight"] = state[mine + name]
             continue
         out[f"{base}.mlp.gate.weight"] = state[mine + "router"]
-        bias = network.biases[i - 1].detach().float().cpu()  # type: ignore[index]
+        bias = network.biases[i - 1].detach().float().cpu()
         out[f"{base}.mlp.gate.e_score_correction_bias"] = bias + BIAS_OFFSET
         for name in ("gate", "up", "down"):
             out[f"{base}.mlp.shared_experts.{name}_proj.weight"] = state[f"{mine}s_{name}"]

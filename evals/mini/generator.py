@@ -59,9 +59,7 @@ def _finish(draft: Draft, family: str, chain: str) -> Problem:
     return Problem(question, answer, len(draft.lines), family, chain)
 
 
-def draw(
-    rng: Rng, *, held_out: bool, steps: int | None = None, families: Sequence[str] = TRAINING_FAMILIES
-) -> Problem:
+def draw(rng: Rng, *, held_out: bool, steps: int | None = None, families: Sequence[str] = TRAINING_FAMILIES) -> Problem:
     """One problem of a split; the number of steps is uniform in 2–8 unless given, the family uniform in `families`."""
     wanted = steps or rng.between(MIN_STEPS, MAX_STEPS)
     while True:

@@ -8,7 +8,6 @@ experts (selection by score + bias, weights by score, normalised and scaled) bes
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 from collections.abc import Callable
@@ -19,12 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from evals.mini.experts import Combine, Dispatch, Scatter, grouped_linear, plan_groups
+
 BIAS_OFFSET = 6.94  # GLM-5.2 publishes e_score_correction_bias in [6.82, 7.06]; selection does not depend on the offset
 BIAS_LIMIT = 0.25  # furthest a bias may move from its centre
 # Longest row of a router matrix. Unbounded rows saturate the sigmoid: a favoured expert then scores near 1 for every
 # token, beyond what a small bias can correct. (First GPU run, unbounded: one expert took every token in three layers.)
 ROUTER_ROW_NORM = 0.1
-GROUP_ALIGN = 16  # rows of each expert's group are padded to this many: 16-byte aligned for grouped BF16 products
 
 
 @dataclass(frozen=True)
@@ -131,84 +131,21 @@ def head_loss(x: Tensor, norm: Tensor, head: Tensor, targets: Tensor, weights: T
     return (loss * weights).sum() / weights.sum()
 
 
-@dataclass
-class Plan:
-    """Where each (token, choice) sits among rows grouped by expert and padded; all int64 but `ends` int32."""
-
-    source: Tensor  # [R] token of each grouped row; T (a zero row) for padding
-    place: Tensor  # [T*k] grouped row of each (token, choice)
-    ends: Tensor  # [E] end of each expert's group; the last one's takes the unused tail
-    counts: Tensor  # [E] true loads
-
-
-def plan_groups(ids: Tensor, experts: int) -> Plan:
-    """Group the choices ids [T, k] by expert with no synchronisation and a fixed number of rows."""
-    tokens, k = ids.shape
-    flat = ids.flatten()
-    order = torch.argsort(flat, stable=True)
-    by_expert = flat[order]
-    until = torch.searchsorted(by_expert, torch.arange(experts, device=ids.device), right=True)
-    counts = torch.diff(until, prepend=until.new_zeros(1))  # (torch.bincount would wait for the GPU)
-    padded = (counts + GROUP_ALIGN - 1) // GROUP_ALIGN * GROUP_ALIGN
-    ends = padded.cumsum(0)
-    starts = ends - padded
-    first = until - counts
-    total = tokens * k + experts * GROUP_ALIGN
-    rows = torch.arange(tokens * k, device=ids.device) - first[by_expert] + starts[by_expert]
-    source = torch.full((total,), tokens, dtype=torch.int64, device=ids.device)
-    source[rows] = order // k
-    place = torch.empty_like(order)
-    place[order] = rows
-    ends = torch.cat((ends[:-1], ends.new_full((1,), total)))
-    return Plan(source, place, ends.to(torch.int32), counts)
-
-
-class _Dispatch(torch.autograd.Function):
-    """x [T, H] to grouped rows [R, H]. Gathers only, forward and backward, so that results are deterministic."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.tokens = x.shape[0]
-        return torch.cat((x, x.new_zeros(1, x.shape[1])))[source]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (place,) = ctx.saved_tensors
-        return grad[place].view(ctx.tokens, -1, grad.shape[1]).sum(1), None, None
-
-
-class _Combine(torch.autograd.Function):
-    """Grouped rows [R, H] to sums over each token's choices [T, H]: the transpose of _Dispatch."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, source: Tensor, place: Tensor, tokens: int) -> Tensor:
-        ctx.save_for_backward(source)
-        return y[place].view(tokens, -1, y.shape[1]).sum(1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (source,) = ctx.saved_tensors
-        return torch.cat((grad, grad.new_zeros(1, grad.shape[1])))[source], None, None, None
-
-
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [R, K] by weight [E, N, K], group by group: a grouped product on CUDA, a loop elsewhere."""
-    if x.is_cuda:
-        return torch._grouped_mm(x, weight.to(x.dtype).transpose(-2, -1), offs=ends)
-    edges = [0, *ends.tolist()]
-    return torch.cat([F.linear(x[a:b], weight[e].to(x.dtype)) for e, (a, b) in enumerate(itertools.pairwise(edges))])
-
-
 class MiniNetwork(nn.Module):
     """Parameters and the loss. `biases` (FP32 [E] a MoE layer) are centred on 0 here; export adds BIAS_OFFSET."""
+
+    embed: nn.Parameter
+    head: nn.Parameter
+    norm: nn.Parameter
+    biases: Tensor
 
     def __init__(self, config: MiniConfig, *, compile_blocks: bool = False) -> None:
         super().__init__()
         self.config = config
         c = config
         qd, kd = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        shapes: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "head": (c.vocab, c.hidden), "norm": (c.hidden,)}
+        shapes: dict[str, tuple[int, ...]] = {"norm": (c.hidden,)}
+        shapes |= {"embed": (c.vocab, c.hidden), "head": (c.vocab, c.hidden)}
         for i in range(c.layers):
             block: dict[str, tuple[int, ...]] = {
                 "ln1": (c.hidden,), "ln2": (c.hidden,), "q_norm": (c.head_dim,), "k_norm": (c.head_dim,),
@@ -252,7 +189,7 @@ class MiniNetwork(nn.Module):
             if kind in ("o", "down", "w2"):
                 std /= math.sqrt(2 * self.config.layers)
             p.copy_(torch.randn(p.shape, generator=generator) * std)
-        self.biases.zero_()  # type: ignore[operator]
+        self.biases.zero_()
 
     def hidden_states(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Last hidden states [B, T, H] before the final norm, and expert loads int64 [MoE layers, E]."""
@@ -267,13 +204,13 @@ class MiniNetwork(nn.Module):
             if i == 0:
                 x = self.dense(x, {k: p[k] for k in ("ln2", "gate", "up", "down")}, c)
                 continue
-            h, ids, weights = self.router(x, {k: p[k] for k in ("ln2", "router")}, self.biases[i - 1], c)  # type: ignore[index]
+            h, ids, weights = self.router(x, {k: p[k] for k in ("ln2", "router")}, self.biases[i - 1], c)
             plan = plan_groups(ids, c.experts)
-            grouped = _Dispatch.apply(h, plan.source, plan.place)
+            grouped = Dispatch.apply(h, plan.source, plan.place)
             both = grouped_linear(grouped, torch.cat((p["w1"], p["w3"]), 1), plan.ends)
-            scale = _Scatter.apply(weights.flatten(), plan.place, both.shape[0])
+            scale = Scatter.apply(weights.flatten(), plan.place, both.shape[0])
             out = grouped_linear(self.activation(both, scale), p["w2"], plan.ends)
-            routed = _Combine.apply(out, plan.source, plan.place, h.shape[0])
+            routed = Combine.apply(out, plan.source, plan.place, h.shape[0])
             x = self.finish(x, h, routed, {k: p[k] for k in ("s_gate", "s_up", "s_down")})
             loads.append(plan.counts)
         return x, torch.stack(loads)
@@ -298,25 +235,9 @@ class MiniNetwork(nn.Module):
             row = block["router"]
             row.mul_((ROUTER_ROW_NORM / row.norm(dim=1, keepdim=True)).clamp_max(1.0))
         mean = loads.float().mean(1, keepdim=True)
-        updated = self.biases + rate * torch.sign(mean - loads.float())  # type: ignore[operator]
+        updated = self.biases + rate * torch.sign(mean - loads.float())
         updated -= updated.mean(1, keepdim=True)
-        self.biases.copy_(updated.clamp(-BIAS_LIMIT, BIAS_LIMIT))  # type: ignore[operator]
-
-
-class _Scatter(torch.autograd.Function):
-    """Routing weights [T*k] to their grouped rows [R], zero on padding rows."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, place: Tensor, rows: int) -> Tensor:
-        ctx.save_for_backward(place)
-        out = weights.new_zeros(rows)
-        out[place] = weights
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (place,) = ctx.saved_tensors
-        return grad[place], None, None
+        self.biases.copy_(updated.clamp(-BIAS_LIMIT, BIAS_LIMIT))
 
 
 def config_dict(config: MiniConfig) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class MuonAdamW:
     """One step over a module's parameters; `momentum` (Muon) and `first`/`second` (Adam) are the state, by name."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.parameters = dict(module.named_parameters())
+        self.parameters: dict[str, Tensor] = dict(module.named_parameters())
         self.muon = [n for n, p in self.parameters.items() if uses_muon(n, p)]
         self.adam = [n for n, p in self.parameters.items() if not uses_muon(n, p)]
         self.momentum = {n: torch.zeros_like(self.parameters[n]) for n in self.muon}

@@ -204,5 +204,3 @@ def events(rng: Rng, steps: int) -> Draft:
     else:
         draft.question = f"How many {thing} does {who} have in the end?"
     return draft
-
-

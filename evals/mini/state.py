@@ -34,7 +34,7 @@ def _to_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def pack(network: MiniNetwork, optimizer: MuonAdamW) -> dict[str, Tensor]:
     """The whole state as named CPU tensors."""
-    tensors: dict[str, Tensor] = {"biases": network.biases}  # type: ignore[dict-item]
+    tensors: dict[str, Tensor] = {"biases": network.biases}
     for name in optimizer.muon:
         tensors[f"weight.{name}"] = optimizer.parameters[name].detach().to(torch.bfloat16)
         tensors[f"momentum.{name}"], tensors[f"scale.{name}"] = _to_e4m3(optimizer.momentum[name])
@@ -47,7 +47,7 @@ def pack(network: MiniNetwork, optimizer: MuonAdamW) -> dict[str, Tensor]:
 @torch.no_grad()
 def unpack(tensors: dict[str, Tensor], network: MiniNetwork, optimizer: MuonAdamW) -> None:
     """Set network and optimizer to a packed state."""
-    network.biases.copy_(tensors["biases"])  # type: ignore[operator]
+    network.biases.copy_(tensors["biases"])
     for name in optimizer.muon:
         optimizer.parameters[name].copy_(tensors[f"weight.{name}"].float())
         optimizer.momentum[name].copy_(tensors[f"momentum.{name}"].float() * tensors[f"scale.{name}"])

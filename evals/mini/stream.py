@@ -19,9 +19,8 @@ import numpy as np
 
 from evals.mini.generator import VERSION, Problem, draw
 from evals.mini.rng import Rng
-from evals.mini.tokenizer import END, USER, chat_prompt, prompt
+from evals.mini.tokenizer import END, MODEL_DIR, USER, chat_prompt, prompt
 
-TOKENIZER_DIR = Path(__file__).with_name("tokenizer")
 CHAT_SHARE, FEW_SHOT_SHARE = 0.10, 0.06
 # The class of a token as a training target sits in the two high bits: answer (full loss), question (a little), none.
 ANSWER, QUESTION, NONE = 0, 1 << 14, 1 << 15
@@ -34,7 +33,7 @@ OPEN_ROWS, GIVE_UP = 24, 40
 class Encoder:
     """Our tokenizer through a cache of words: same ids as `tokenizers`, an order of magnitude faster in one thread."""
 
-    directory: Path = TOKENIZER_DIR
+    directory: Path = MODEL_DIR
     cache: dict[str, list[int]] = field(default_factory=dict)
     _tokenizer: Any = None
 

@@ -1,7 +1,7 @@
 """The embedded model's tokenizer: byte-level BPE over 1,024 tokens, every digit its own token, GLM's special tokens.
 
-`python -m evals.mini.tokenizer DIR` trains it on the training split and writes tokenizer.json, tokenizer_config.json,
-chat_template.jinja, special_tokens_map.json (standard files that `AutoTokenizer.from_pretrained(DIR)` loads).
+`python -m evals.mini.tokenizer DIR` trains it on the training split and writes tokenizer.json and tokenizer_config.json
+(with the chat template), which `AutoTokenizer.from_pretrained(DIR)` loads.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ SPECIAL = ("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|
 END, GMASK, SOP, USER, ASSISTANT, OBSERVATION = range(len(SPECIAL))
 END_IDS = (END, USER, OBSERVATION)  # as GLM-4.5 to GLM-5: each of them ends an answer
 MAX_LENGTH = 2048
+MODEL_DIR = Path(__file__).with_name("model")  # the shipped model, whose tokenizer training uses
 
 CHAT_TEMPLATE = (
     "[gMASK]<sop>"

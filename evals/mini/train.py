@@ -23,8 +23,8 @@ from evals.mini.dataset import load
 from evals.mini.export import write_fp8
 from evals.mini.network import TOY, MiniConfig, MiniNetwork, config_dict
 from evals.mini.optimizer import MuonAdamW
-from evals.mini.stream import ANSWER, NONE, QUESTION, TOKEN_MASK, TOKENIZER_DIR, Encoder, batches
-from evals.mini.tokenizer import END, prompt
+from evals.mini.stream import ANSWER, NONE, QUESTION, TOKEN_MASK, Encoder, batches
+from evals.mini.tokenizer import END, MODEL_DIR, prompt
 
 QUESTION_WEIGHT = 0.1
 WARMUP, DECAY_FROM = 60, 0.4
@@ -48,6 +48,8 @@ def agree(path: Path | None, mine: int) -> int:
         os.link(proposal, path)
     except FileExistsError:
         return int(path.read_text())
+    finally:
+        proposal.unlink()
     return mine
 
 
@@ -140,7 +142,7 @@ def run(options: argparse.Namespace) -> Path:
         state.read(options.resume, network, optimizer, plan)
     probe, items = probe_rows(options.probe, options.length)
     parameters = sum(p.numel() for p in network.parameters())
-    log(event="start", parameters=parameters, first=first, last=last, device=str(device), torch=torch.__version__, **plan)
+    log(event="start", parameters=parameters, first=first, device=str(device), torch=torch.__version__, **plan)
     began, window, measured_from, total = time.time(), time.time(), 0.0, torch.zeros((), device=device)
     loads = torch.zeros(config.layers - 1, config.experts, device=device)
     step = first - 1
@@ -170,7 +172,8 @@ def run(options: argparse.Namespace) -> Path:
             uneven = (loads.max(1).values / loads.mean(1)).tolist()
             log(
                 step=step + 1, loss=round(total.item() / span, 4), rate=round(share, 4),
-                tokens_per_second=round(span * options.rows * options.length / seconds), seconds=round(time.time() - began, 1),
+                tokens_per_second=round(span * options.rows * options.length / seconds),
+                seconds=round(time.time() - began, 1),
                 load_max_over_mean=[round(u, 2) for u in uneven], idle_experts=int((loads == 0).sum()),
             )  # fmt: skip
             total.zero_()
@@ -179,8 +182,9 @@ def run(options: argparse.Namespace) -> Path:
             exact = exact_share(network, probe, dtype, device, options.rows)
             log(
                 step=step + 1, exact=round(sum(exact) / len(exact), 4),
-                difficulty=tally(exact, [i["difficulty"] for i in items]), family=tally(exact, [i["family"] for i in items]),
-                bias=[round(v, 4) for v in (network.biases.min().item(), network.biases.max().item())],  # type: ignore[operator]
+                difficulty=tally(exact, [i["difficulty"] for i in items]),
+                family=tally(exact, [i["family"] for i in items]),
+                bias=[round(v, 4) for v in (network.biases.min().item(), network.biases.max().item())],
             )  # fmt: skip
             window = time.time()
         if step + 1 in options.save_at or (step + 1 == last < options.steps):
@@ -188,7 +192,7 @@ def run(options: argparse.Namespace) -> Path:
     feed.close()
     if last < options.steps:
         return options.out / f"state-{last}"
-    folder = write_fp8(network, options.out / "model", TOKENIZER_DIR)
+    folder = write_fp8(network, options.out / "model", MODEL_DIR)
     log(event="exported", folder=str(folder), bytes=(folder / "model.safetensors").stat().st_size)
     return folder
 
@@ -198,8 +202,8 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--seconds", type=float, default=0, help="choose --steps so that training takes about this long")
-    parser.add_argument("--length-file", type=Path, default=None, help="with --seconds: agree on the length with other runs")
+    parser.add_argument("--seconds", type=float, default=0, help="choose --steps to take about this long")
+    parser.add_argument("--length-file", type=Path, default=None, help="with --seconds: agree with other runs")
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--muon-rate", type=float, default=0.02)
@@ -208,7 +212,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path, default=None, help="a state folder of the same plan")
     parser.add_argument("--stop-after", type=int, default=None, help="save the state after this step and end")
-    parser.add_argument("--save-at", type=int, nargs="*", default=[], help="save at these steps and go on from what was saved")
+    parser.add_argument("--save-at", type=int, nargs="*", default=[], help="save at these steps too")
     parser.add_argument("--workers", type=int, default=6, help="processes that make batches (0: none)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--toy", action="store_true", help="a toy model, for tests on a CPU")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-NAMES = tuple(
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = _words(
     "Ada Amir Anna Ben Bea Carl Chloe Dan Dina Eli Emma Finn Gina Hana Hugo Ida Ivan Jack Jill Kara Kofi Lena Leo Lily "
     "Maya Max Mina Nina Noah Nora Olga Omar Otto Paul Petra Quinn Rafi Rosa Ruth Sam Sara Tara Tim Tom Uma Vera Wade "
-    "Wendy Yara Yuri Zane Zoe".split()  # noqa: SIM905 (a list of quoted words is harder to read)
+    "Wendy Yara Yuri Zane Zoe"
 )
 
-THINGS = tuple(
+THINGS = _words(
     "apples balls beads books boxes buttons candles cards coins cookies cups eggs flowers keys lemons marbles masks "
     "medals nuts paints pears pencils pens photos plants plates plums ribbons ropes seeds shells spoons stamps "
-    "stickers stones tickets toys".split()  # noqa: SIM905 (a list of quoted words is harder to read)
+    "stickers stones tickets toys"
 )
 
-GOODS = tuple(
+GOODS = _words(
     "bags balls belts books bowls brushes cakes candles caps cards clocks cups fans flags forks games hats jars kites "
     "lamps maps masks mugs notebooks pens pies plants plates posters puzzles rulers scarves shirts socks spoons "
-    "stamps tapes toys".split()  # noqa: SIM905 (a list of quoted words is harder to read)
+    "stamps tapes toys"
 )
 
 # place, things kept there
@@ -48,7 +53,12 @@ WORK = (
 )  # fmt: skip
 
 # for rates too large for one person's hands
-PLANT_WORK = (("lines", "prints", "print"), ("parts", "packs", "pack"), ("bolts", "makes", "make"), ("seeds", "sorts", "sort"))
+PLANT_WORK = (
+    ("lines", "prints", "print"),
+    ("parts", "packs", "pack"),
+    ("bolts", "makes", "make"),
+    ("seeds", "sorts", "sort"),
+)
 
 CITIES = ("north", "south", "east", "west", "hill", "lake", "river", "coast")
 
