@@ -12,15 +12,16 @@ Thresholds, with their reasons:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_kernels import registry
+from moe_kernels import contract, registry
 from moe_kernels.capture import capture_moe_inputs, moe_blocks
+from moe_kernels.errors import MoeParityError
 from moe_kernels.numerics import calc_diff, matched_ratio, max_ulp, relative_l2
 from moe_kernels.records import ExpertWeights, Routing
 from moe_kernels.registry import MoELayer, VariantSpec
@@ -118,7 +119,11 @@ def capture(model: Any, token_ids: Sequence[int], device: torch.device | str = "
 
 def references(loaded: Any, token_ids: Sequence[int]) -> dict[int, Reference]:
     """A `Reference` for every MoE layer of a `LoadedModel`, on the activations of a text."""
-    seen = capture(loaded.model, token_ids, loaded.device)
+    return references_from(loaded, capture(loaded.model, token_ids, loaded.device))
+
+
+def references_from(loaded: Any, seen: Mapping[int, Sequence[Tensor]]) -> dict[int, Reference]:
+    """The same from captured inputs {layer: [hidden [T, H], logits [T, E]]}."""
     blocks: dict[int, Any] = dict(moe_blocks(loaded.model))
     return {
         index: Reference(index, loaded.checkpoint.experts(index).to(loaded.device), blocks[index].layer, *inputs)
@@ -126,13 +131,35 @@ def references(loaded: Any, token_ids: Sequence[int]) -> dict[int, Reference]:
     }
 
 
-def check_model(loaded: Any, refs: dict[int, Reference], sweep: Sequence[int] = SWEEP) -> CheckReport:
-    """Check every MoE layer of a loaded model as it is now."""
+def check_model(
+    loaded: Any,
+    refs: dict[int, Reference],
+    sweep: Sequence[int] = SWEEP,
+    records: Callable[[int], ExpertWeights] | None = None,
+) -> CheckReport:
+    """Check every MoE layer of a loaded model as it is now; `records` gives a layer's weights as handed to the kernel
+    (default: the checkpoint's)."""
     report = CheckReport(str(loaded.variant))
     blocks: dict[int, Any] = dict(moe_blocks(loaded.model))
     for index, block in blocks.items():
+        report.findings.append(_contract(index, (records or loaded.checkpoint.experts)(index), block.layer))
         compare_layer(block.layer, refs[index], sweep, report)
     return report
+
+
+def _contract(index: int, record: ExpertWeights, layer: MoELayer) -> Finding:
+    """Weights and routing parameters against what the kernels' launchers demand, before anything runs."""
+    config = layer.config
+    try:
+        contract.check_values(record, index)
+        if config.scoring == "sigmoid" and layer.spec.backend in ("trtllm", "emulated"):
+            contract.check_routing(
+                "DeepSeekV3", record.num_experts, config.top_k, config.n_group, config.topk_group, 0,
+                record.num_experts, config.routed_scaling_factor,
+            )  # fmt: skip
+    except MoeParityError as error:
+        return Finding(index, "contract", 0, False, 1.0, 0.0, " ".join(str(error).split()))
+    return Finding(index, "contract", 0, True, 0.0, 0.0)
 
 
 def compare_layer(layer: MoELayer, reference: Reference, sweep: Sequence[int], report: CheckReport) -> None:

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 EXIT_USAGE = 2
 KEY_VARIABLE = "MOE_PARITY_API_KEY"
+SELFTEST_VARIABLE = "MOE_PARITY_SELFTEST"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     p.add_argument("--log-prompts", action="store_true", help="write prompt text to the log (never done otherwise)")
+    p.add_argument("--selftest", action="store_true", help=argparse.SUPPRESS)  # for `evals selftest`
     p.add_argument("--trust-remote-code", action="store_true", help="refused: code in checkpoints is never run")
     return p
 
@@ -78,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.trust_remote_code:
         p.error("--trust-remote-code is refused: this service never runs code from a checkpoint")
+    if args.selftest and os.environ.get(SELFTEST_VARIABLE) != "1":
+        p.error(f"--selftest lets clients switch faults on; it needs {SELFTEST_VARIABLE}=1 in the environment")
     if not 0 <= args.port <= 65535:
         p.error(f"--port {args.port} is not between 0 and 65535")
     from moe_kernels.errors import MoeParityError
@@ -99,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_sequences=args.max_sequences_per_request,
             log_prompts=args.log_prompts,
             drain_seconds=max(args.drain_seconds, 0.0),
+            selftest=args.selftest,
             engine=EngineConfig(
                 max_model_len=args.max_model_len,
                 kv_block=args.kv_block,

@@ -67,6 +67,7 @@ class Divergence:
     _agree: list[np.ndarray] = field(default_factory=list)
     _nll: list[tuple[float, int]] = field(default_factory=list)  # per text: sum of NLL_B - NLL_A, tokens
     _worst: list[tuple[float, int, WorstToken]] = field(default_factory=list)
+    _seen: int = 0
 
     def add(self, a: Scores, b: Scores) -> None:
         """One text under both servers; different token ids mean different tokenizers, an error."""
@@ -95,7 +96,8 @@ class Divergence:
             )
 
     def _remember(self, token: WorstToken) -> None:
-        entry = (token.kl, self.texts * 10_000 + token.position, token)
+        self._seen += 1
+        entry = (token.kl, self._seen, token)  # the counter decides between equals
         if len(self._worst) < KEEP_WORST:
             heapq.heappush(self._worst, entry)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +61,12 @@ def token_id(key: str, item: str) -> int:
     return int(number)
 
 
-def parse_scores(item: str, choice: Mapping[str, Any], prompt_tokens: int, scored_chars: int) -> Scores:
-    """From a completions choice asked with `echo`, `logprobs` and `return_tokens_as_token_ids`.
+def parse_scores(item: str, choice: Mapping[str, Any], prompt_tokens: int, text: str, scored_chars: int) -> Scores:
+    """From a completions choice asked with `echo`, `logprobs` and `return_tokens_as_token_ids` about `text`.
 
     The one generated token is dropped. `scored_chars` is where the scored part begins in the text. Raises ServerError
-    when lists have the wrong length, the way servers without `echo` fail silently (llama.cpp #27174).
+    when lists have the wrong length, the way servers without `echo` fail silently (llama.cpp #27174), and when a
+    logprob is null or NaN, naming the item and the token.
     """
     block = choice.get("logprobs") or {}
     names, values, tops = block.get("tokens"), block.get("token_logprobs"), block.get("top_logprobs")
@@ -82,23 +84,34 @@ def parse_scores(item: str, choice: Mapping[str, Any], prompt_tokens: int, score
         for column, (key, value) in enumerate((entry or {}).items()):
             top_ids[row, column], top[row, column] = token_id(key, item), np.nan if value is None else value
     logprobs = np.array([np.nan if v is None else v for v in values[:prompt_tokens]], dtype=np.float64)
-    bad = np.isnan(logprobs[1:])
+    offsets = _offsets(block.get("text_offset"), prompt_tokens, text)
+    pieces = _pieces(names[:prompt_tokens], offsets, text)
+    bad = np.isnan(logprobs) | np.isnan(top).any(-1)
+    bad[0] = False
     if bad.any():
+        at = int(bad.argmax())
+        before = "".join(pieces[max(0, at - 8) : at])
         raise ServerError(
-            f"item {item}: the logprob of token {int(bad.argmax()) + 1} is null or NaN; see the server's log"
+            f"item {item}: a logprob of token {at} ({pieces[at]!r} after {before!r}) is null or NaN; "
+            "the model's numbers have broken down, see the server's log"
         )
-    offsets = block.get("text_offset") or []
-    start = next((i for i, o in enumerate(offsets[:prompt_tokens]) if o >= scored_chars), 1) if scored_chars else 1
-    return Scores(
-        item,
-        ids,
-        logprobs,
-        top_ids,
-        top,
-        tuple(names[:prompt_tokens]),
-        max(1, start),
-        parse_routing(item, choice.get("routing"), prompt_tokens),
-    )
+    start = next((i for i, o in enumerate(offsets) if o >= scored_chars), 1) if scored_chars else 1
+    routing = parse_routing(item, choice.get("routing"), prompt_tokens)
+    return Scores(item, ids, logprobs, top_ids, top, pieces, max(1, start), routing)
+
+
+def _offsets(given: Any, tokens: int, text: str) -> list[int]:
+    """`text_offset` when it can be true; empty otherwise (vLLM counts the characters of `token_id:N` instead)."""
+    offsets = list(given or [])[:tokens]
+    rising = all(isinstance(o, int) for o in offsets) and all(a <= b for a, b in itertools.pairwise(offsets))
+    return offsets if len(offsets) == tokens and rising and offsets[0] == 0 and offsets[-1] < len(text) else []
+
+
+def _pieces(names: list[str], offsets: list[int], text: str) -> tuple[str, ...]:
+    """The text of each token, or its id where offsets are not known."""
+    if not offsets:
+        return tuple(f" {n.removeprefix('token_id:')}" for n in names)
+    return tuple(text[a:b] for a, b in itertools.pairwise([*offsets, len(text)]))
 
 
 def parse_routing(item: str, field: Mapping[str, Any] | None, prompt_tokens: int) -> RoutingTrace | None:

@@ -54,6 +54,10 @@ def create_app(service: Service) -> FastAPI:
     handlers.install(app)
     for module in (completions, chat, info, tokens, status):
         app.include_router(module.router)
+    if service.settings.selftest:  # imported here only: a normal run cannot reach a fault
+        from service import selftest
+
+        selftest.install(app, service)
     _without_422(app)
     return app
 

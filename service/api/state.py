@@ -34,6 +34,7 @@ class ApiSettings:
     max_n: int = 128
     max_logprobs: int = 100
     log_prompts: bool = False
+    selftest: bool = False
 
 
 @dataclass(frozen=True)

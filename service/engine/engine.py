@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -133,6 +134,19 @@ class Engine:
             self._inbox.append(("cancel", request_id))
             self._wake.notify()
 
+    def call(self, work: Callable[[], Any], timeout: float = 600.0) -> Any:
+        """Run `work` on the engine thread between two steps; returns or raises what it does."""
+        done: Future[Any] = Future()
+        with self._wake:
+            self._inbox.append(("call", (work, done)))
+            self._wake.notify()
+        return done.result(timeout)
+
+    @property
+    def idle(self) -> bool:
+        """No request is queued or running."""
+        return not self._live
+
     @property
     def healthy(self) -> bool:
         """False after a fatal error."""
@@ -176,6 +190,12 @@ class Engine:
         for kind, value in messages:
             if kind == "add":
                 self.scheduler.add(value)
+            elif kind == "call":
+                work, done = value
+                try:
+                    done.set_result(work())
+                except Exception as error:
+                    done.set_exception(error)
             elif (doomed := self._live.pop(value, None)) is not None:
                 self.counters.cancelled += 1
                 self.scheduler.finish(doomed)
