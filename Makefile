@@ -46,9 +46,10 @@ gpu-check: .venv/.dev
 	@echo "setting up .venv (packages for running) ..."
 	@$(call install,-r requirements-run.txt) && $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e . && touch $@
 
-.venv/.dev: requirements-dev.txt .venv/.run
+.venv/.dev: requirements-dev.txt requirements-flashinfer.txt .venv/.run
 	@echo "setting up .venv (packages for testing) ..."
-	@$(call install,-r requirements-dev.txt) && touch $@
+	@$(call install,-r requirements-dev.txt)
+	@$(call install,--no-deps -r requirements-flashinfer.txt) && touch $@
 
 clean:
 	rm -rf .venv runs build dist *.egg-info
