@@ -13,7 +13,9 @@ from typing import Any
 from evals.errors import Interrupted, UsageError
 
 # Tasks that are not lm-eval tasks: name -> module with `add_arguments(parser)` and `main(options) -> int`.
-RUNNERS: dict[str, str] = {}
+RUNNERS: dict[str, str] = {
+    "routing": "evals.commands.forced", "logprobs": "evals.commands.forced", "all": "evals.commands.all",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     items.add_argument("--extra-body", metavar="JSON", help="further fields of every request")
     items.add_argument("--logprobs", action=argparse.BooleanOptionalAction, default=None,
                        help="keep logprobs of the completions (default: when all servers are ours)")
+    layers = parser.add_argument_group("layers (routing, logprobs, all)")
+    layers.add_argument("--items", metavar="TASK", help="whose items (default: gsm8k-mini for --model mini, else gsm8k)")
+    layers.add_argument("--long", type=int, default=2, metavar="N", help="long texts beside the gold solutions")
+    layers.add_argument("--long-tokens", type=int, default=16384, metavar="N",
+                        help="their length, at most the server's limit")
     rule = parser.add_argument_group("verdict")
     rule.add_argument("--margin", type=float, default=1.5, metavar="PT", help="largest acceptable drop, in points")
     rule.add_argument("--alpha", type=float, default=0.05, help="one-sided level")
