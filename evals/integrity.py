@@ -79,6 +79,10 @@ def check_server(
         return [Finding("fingerprint-lost", "invalid",
                         f"'{arm}' gave a fingerprint only {'after' if before is None else 'before'} the run", arm)]
     found: list[Finding] = []
+    if "faults" in before:
+        found.append(Finding("selftest-server", "invalid",
+                             f"the server of '{arm}' is in self-test mode (faults: {before['faults']}); "
+                             "start it without --selftest", arm))
     names = changed(before, after)
     if names:
         found.append(Finding(

@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from evals import integrity as checks
+from evals import layers
 from evals.analysis import Look
 from evals.data import Problems, restore
 from evals.errors import UsageError
 from evals.floor import Floor
+from evals.forced.drift import drift_evidence
 from evals.journal import read
 from evals.pairing import PairedOutcomes, PairingError, pair
 from evals.policy import Policy
 from evals.protocol import describe, undeclared
 from evals.records import ArmResult, Finding, Integrity, Protocol, RunMeta
+from evals.rules import LayerEvidence
 from evals.run_folder import RunFolder
 from evals.run_options import BASELINE, CANDIDATE, REPEAT
 from evals.run_score import Rows, batch_invariance, rows_of, score_run
@@ -132,7 +135,7 @@ def judge_run(path: Path) -> Judged:
     floor = Floor.from_dict(stored) if stored else None
     stops = {name: entry["stopped"] for name, entry in folder.data["arms"].items() if entry.get("stopped")}
     looks = {name: entry["final_look"] for name, entry in folder.data["arms"].items() if entry.get("final_look")}
-    return assemble(meta, protocol, problems, arms, found, floor, stops, looks)
+    return assemble(meta, protocol, problems, arms, found, floor, stops, looks, layers.load(path))
 
 
 def assemble(
@@ -144,11 +147,13 @@ def assemble(
     floor: Floor | None = None,
     stops: Mapping[str, Mapping[str, Any]] | None = None,
     looks: Mapping[str, Mapping[str, Any]] | None = None,
+    evidence: Mapping[str, Sequence[LayerEvidence]] | None = None,
 ) -> Judged:
     """Pair, measure the floor and judge every candidate.
 
     `stops` says which candidates were stopped early and at which look; `looks` the last planned look of those that
-    ran to the end with looks on the way.
+    ran to the end with looks on the way; `evidence` what earlier layers found (`evals run all`), to which the drift of
+    the free-running answers is added.
     """
     groups: dict[str, list[ArmResult]] = {}
     for arm in arms:
@@ -174,11 +179,17 @@ def assemble(
     comparisons = tuple(
         Comparison(name, outcomes.candidate[0].variant, outcomes, judge(
             outcomes, policy=policy, integrity=integrity, floor=floor, p_adjusted=p,
-            look=_look(name, stop, looks),
+            look=_look(name, stop, looks), evidence=_evidence(outcomes, (evidence or {}).get(name)),
         ), stop)
         for (name, outcomes, stop), p in zip(paired, adjusted, strict=True)
     )
     return Judged(meta, protocol, problems, tuple(arms), comparisons, integrity, floor, policy)
+
+
+def _evidence(outcomes: PairedOutcomes, stored: Sequence[LayerEvidence] | None) -> Sequence[LayerEvidence]:
+    if stored is None:
+        return ()
+    return (*stored, layers.explained(drift_evidence(outcomes)))
 
 
 def _look(
