@@ -25,6 +25,7 @@ from service.engine.kv_cache import ZERO_BLOCK, PagedKV
 
 NAME = "moe_parity_paged"
 QUERY_TILE = 128  # queries of a prefill chunk attended at once: bounds the mask's size
+GROUP_ELEMENTS = 200_000  # elements of keys read in the time one more group takes to start (2 cores: about 40 us)
 FLASH_KV = 512  # KV rows torch's CPU flash kernel takes at a time (kvSplitSize in FlashAttentionKernel.cpp)
 
 
@@ -78,14 +79,16 @@ class Span:
     blocks: list[int]
 
 
-def plan(spans: list[Span], block: int, heads: int, tiles: Tiles, device: torch.device) -> AttentionPlan:
+def plan(
+    spans: list[Span], block: int, heads: int, row: int, tiles: Tiles, device: torch.device
+) -> AttentionPlan:
     """Group the spans of a packed batch; decoding spans (one query) must come first, shortest first.
 
-    `heads` is the number of query heads that share one KV head.
+    `heads` is the number of query heads that share one KV head, `row` the elements of one token's keys.
     """
     decode = list(itertools.takewhile(lambda span: span.queries == 1, spans))
     groups, start = [], 0
-    for members in _similar(decode, tiles.kv_tile):
+    for members in _similar(decode, tiles.kv_tile, GROUP_ELEMENTS / (tiles.kv_tile * row)):
         groups.append(_decode_group(members, start, block, tiles.kv_tile, device))
         start += len(members)
     for span in spans[len(decode) :]:
@@ -97,16 +100,26 @@ def plan(spans: list[Span], block: int, heads: int, tiles: Tiles, device: torch.
     return AttentionPlan(tuple(groups), start, tiles.min_rows)
 
 
-def _similar(spans: list[Span], tile: int) -> list[list[Span]]:
-    """Split spans, ordered by length, so that padding to the longest at most doubles anyone's work."""
-    out: list[list[Span]] = []
-    for span in spans:
-        size = -(-span.kv_len // tile)
-        if out and size <= 2 * -(-out[-1][0].kv_len // tile):
-            out[-1].append(span)
-        else:
-            out.append([span])
-    return out
+def _similar(spans: list[Span], tile: int, group_cost: float) -> list[list[Span]]:
+    """Split spans, ordered by length, into the groups of least cost.
+
+    A group costs `group_cost` plus its sequences times its longest member's tiles (all in tiles). Solved exactly over
+    the few distinct tile counts.
+    """
+    buckets = [(size, list(members)) for size, members in itertools.groupby(spans, lambda s: -(-s.kv_len // tile))]
+    best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first j buckets, and where the last group begins
+    for j, (size, _) in enumerate(buckets):
+        options, sequences = [], 0
+        for first in range(j, -1, -1):
+            sequences += len(buckets[first][1])
+            options.append((best[first][0] + group_cost + sequences * size, first))
+        best.append(min(options))
+    groups, end = [], len(buckets)
+    while end:
+        first = best[end][1]
+        groups.append([span for _, members in buckets[first:end] for span in members])
+        end = first
+    return groups[::-1]
 
 
 def _decode_group(spans: list[Span], start: int, block: int, tile: int, device: torch.device) -> Group:
@@ -148,10 +161,17 @@ def paged_attention(
     if paged is None:
         raise RuntimeError(f"attention '{NAME}' needs a `paged` context: call the model through service.engine")
     _, heads, tokens, dim = query.shape
+    out = attend(paged, query[0].transpose(0, 1).reshape(tokens, -1), int(module.layer_idx), scaling)  # type: ignore
+    return out.view(1, tokens, heads, dim), None
+
+
+def attend(paged: PagedContext, query: Tensor, layer: int, scaling: float) -> Tensor:
+    """Attention of packed queries [T, heads * head_dim] over the pool of one layer; the same shape comes back."""
     kv, steps = paged.kv, paged.plan
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    per_kv = heads // kv.heads
-    rows = query[0].transpose(0, 1).reshape(tokens, kv.heads, per_kv, dim)
+    tokens, width = query.shape
+    dim = kv.head_dim
+    rows = query.view(tokens, kv.heads, -1, dim)
+    per_kv = rows.shape[2]
     k_pool, v_pool = kv.k_blocks[layer], kv.v_blocks[layer]
     parts = []
     for group in steps.groups:
@@ -160,16 +180,15 @@ def paged_attention(
         v = v_pool.index_select(0, group.table).view(n, -1, kv.heads, dim).transpose(1, 2)
         q = rows[group.start : group.start + n * q_count]
         if q_count == 1:
-            out = _sdpa(q, k, v, group.mask, scaling, steps.min_rows).reshape(n, heads * dim)
+            out = _sdpa(q, k, v, group.mask, scaling, steps.min_rows).reshape(n, width)
         else:
             q = q.transpose(0, 1).reshape(1, kv.heads, q_count * per_kv, dim)
             out = _sdpa(q, k, v, group.mask, scaling, steps.min_rows)
-            out = out.view(kv.heads, q_count, per_kv, dim).transpose(0, 1).reshape(q_count, heads * dim)
+            out = out.view(kv.heads, q_count, per_kv, dim).transpose(0, 1).reshape(q_count, width)
         parts.append(out)
     if steps.tokens < tokens:
-        parts.append(query.new_zeros(tokens - steps.tokens, heads * dim))
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return out.view(1, tokens, heads, dim), None
+        parts.append(query.new_zeros(tokens - steps.tokens, width))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, min_rows: int) -> Tensor:

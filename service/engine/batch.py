@@ -11,7 +11,7 @@ from torch import Tensor
 from service.attention import AttentionPlan, Span, Tiles, plan
 from service.engine.scheduler import Chunk
 
-MIN_TOKENS = 8  # FP32 products (the router's at least) round differently below 8 rows on the CPU
+ROW_MULTIPLE = 4  # FP32 products on a CPU round a row alike only in counts that are multiples of 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,18 @@ class Batch:
 
 
 def padded_tokens(tokens: int) -> int:
-    """Rows a step of `tokens` tokens is padded to.
+    """Rows a step of `tokens` tokens is padded to: a multiple of 4, from 128 on of an eighth of the power of two below.
 
-    Matrix kernels are compiled per row count (oneDNN on the CPU: about 0.3 ms each, a bounded cache), so row counts are
-    few: steps of 8 up to 64, then of an eighth of the next power of two.
+    Padding rows cost work (and crowd the experts they are routed to), but matrix kernels are compiled per row count
+    (oneDNN on the CPU: about 0.3 ms each, into a bounded cache), so large counts must be few.
     """
-    step = max(MIN_TOKENS, 1 << max(0, (tokens - 1).bit_length() - 3))
+    step = max(ROW_MULTIPLE, (1 << tokens.bit_length() - 1) // 8) if tokens >= 128 else ROW_MULTIPLE
     return -(-tokens // step) * step
 
 
-def pack(chunks: list[Chunk], block: int, heads_per_kv: int, tiles: Tiles, device: torch.device) -> Batch:
+def pack(
+    chunks: list[Chunk], block: int, heads_per_kv: int, row: int, tiles: Tiles, device: torch.device
+) -> Batch:
     """Build the batch; reorders the chunks (decoding ones first, shortest first), which no result depends on."""
     chunks = sorted(chunks, key=lambda c: (c.count > 1, c.sequence.computed))
     total = sum(chunk.count for chunk in chunks)
@@ -63,5 +65,5 @@ def pack(chunks: list[Chunk], block: int, heads_per_kv: int, tiles: Tiles, devic
     return Batch(
         chunks, starts, total,
         torch.from_numpy(ids).to(device)[None], torch.from_numpy(positions).to(device)[None],
-        torch.from_numpy(slots).to(device), plan(spans, block, heads_per_kv, tiles, device),
+        torch.from_numpy(slots).to(device), plan(spans, block, heads_per_kv, row, tiles, device),
     )

@@ -69,13 +69,17 @@ class PagedKV:
         self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Store key and value [1, kv_heads, T, head_dim] of the packed tokens; padding rows are not stored."""
+        self.store(key[0].transpose(0, 1).flatten(1), value[0].transpose(0, 1).flatten(1), layer_idx)
+        return key, value
+
+    def store(self, key: Tensor, value: Tensor, layer: int) -> None:
+        """The same from rows [T, kv_heads * head_dim]."""
         slots = self.slots
         if slots is None:
             raise RuntimeError("the KV pool has no slots set: call the model through service.engine")
         tokens = slots.shape[0]
-        self._k_slots[layer_idx].index_copy_(0, slots, key[0, :, :tokens].transpose(0, 1).reshape(tokens, -1))
-        self._v_slots[layer_idx].index_copy_(0, slots, value[0, :, :tokens].transpose(0, 1).reshape(tokens, -1))
-        return key, value
+        self._k_slots[layer].index_copy_(0, slots, key[:tokens])
+        self._v_slots[layer].index_copy_(0, slots, value[:tokens])
 
     def zero(self, blocks: list[int]) -> None:
         """Wipe blocks that may hold NaN: attention multiplies masked values by 0, and 0 x NaN is NaN."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -11,11 +12,15 @@ from torch import Tensor, nn
 
 from service import attention
 from service.engine.batch import Batch, pack
+from service.engine.forward import PackedForward
 from service.engine.kv_cache import PagedKV
 from service.engine.routing import RoutingTap
 from service.engine.scheduler import Chunk
 from service.engine.sequence import Sequence
 
+log = logging.getLogger("service.engine")
+
+PACKABLE = ("glm4_moe",)  # model types whose layers `PackedForward` knows
 ROW_MULTIPLE = 8  # rows given to the output head: few shapes to compile, and FP32 rows are bit-equal from 8 on
 
 
@@ -48,25 +53,58 @@ class ModelRunner:
         self.per_kv = heads // kv_heads
         self.tiles = attention.choose_tiles(kv_heads, self.per_kv, head_dim, self.dtype, block, self.device.type)
         self.kv = PagedKV(config.num_hidden_layers, blocks, block, kv_heads, head_dim, self.dtype, self.device)
+        self.blocks = blocks
         self.routing = RoutingTap(model)
         # transformers 5.24 renamed `past_key_values` to `cache` everywhere.
         names = inspect.signature(inspect.unwrap(type(model.model.layers[0]).forward)).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self.packed: PackedForward | None = None
+        self.packed = self._try_packed(heads)
 
     def pack(self, chunks: list[Chunk]) -> Batch:
         """Flat tensors for a step."""
-        return pack(chunks, self.block, self.per_kv, self.tiles, self.device)
+        return pack(chunks, self.block, self.per_kv, self.kv.heads * self.kv.head_dim, self.tiles, self.device)
 
-    def hidden(self, batch: Batch, capture: AbstractContextManager[Any] | None = None) -> Tensor:
+    def hidden(self, batch: Batch) -> Tensor:
         """Final hidden states [T, hidden] of all packed rows, padding included; writes the KV pool."""
+        if self.packed is None:
+            return self.stock_hidden(batch)
         self.kv.slots = batch.slots
-        context = attention.PagedContext(self.kv, batch.attention)
-        with capture or nullcontext():
-            out = self.model.model(
-                input_ids=batch.ids, position_ids=batch.positions, use_cache=True, paged=context,
-                **{self._cache_name: self.kv},
-            )
+        return self.packed(batch.ids, batch.positions, attention.PagedContext(self.kv, batch.attention))
+
+    def stock_hidden(self, batch: Batch) -> Tensor:
+        """The same by transformers' own forward."""
+        self.kv.slots = batch.slots
+        out = self.model.model(
+            input_ids=batch.ids, position_ids=batch.positions, use_cache=True,
+            paged=attention.PagedContext(self.kv, batch.attention), **{self._cache_name: self.kv},
+        )
         return out.last_hidden_state[0]
+
+    @torch.inference_mode()
+    def _try_packed(self, heads: int) -> PackedForward | None:
+        """The packed forward if it gives transformers' bits on random tokens: lone rows, a chunk, a mix."""
+        if self.model.config.model_type not in PACKABLE:
+            return None
+        generator = torch.Generator().manual_seed(1)
+        batches = []
+        for counts in ((1,), (17,), (1, 1, 1, 40)):
+            chunks, first = [], 1
+            for count in counts:
+                sequence = SimpleNamespace(
+                    ids=torch.randint(0, self.vocab, (count,), generator=generator).tolist(), computed=0,
+                    blocks=list(range(first, first := first - (-count // self.block))))
+                chunks.append(Chunk(sequence, count))  # type: ignore[arg-type]
+            if first <= self.blocks + 1:
+                batches.append(self.pack(chunks))
+        want = [self.stock_hidden(batch) for batch in batches]
+        packed = PackedForward(self.model, heads, self.kv.heads, self.kv.head_dim)
+        self.packed = packed
+        same = all(torch.equal(self.hidden(batch), stock) for batch, stock in zip(batches, want, strict=True))
+        self.kv.zero(list(range(1, min(self.blocks, 64) + 1)))
+        if not same:
+            log.info("the packed forward's bits differ from transformers' here: using transformers' own")
+        return packed if same else None
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """FP32 logits [R, vocab] of the chosen rows (all when None)."""
@@ -102,7 +140,7 @@ class ModelRunner:
         try:
             while sequence.computed < done and not found:
                 count = min(step, done - sequence.computed)
-                self.hidden(self.pack([Chunk(sequence, count)]))
+                self.stock_hidden(self.pack([Chunk(sequence, count)]))
                 sequence.computed += count
         finally:
             sequence.computed = done

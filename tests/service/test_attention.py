@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from service import attention
 from service.attention import PagedContext, Span, Tiles, choose_tiles, paged_attention, plan
-from service.engine.batch import MIN_TOKENS, padded_tokens
+from service.engine.batch import ROW_MULTIPLE, padded_tokens
 from service.engine.kv_cache import ZERO_BLOCK, BlockPool, PagedKV
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def test_equals_plain_attention(spans, shape, block: int, seed: int) -> None:
         slots += [blocks[p // block] * block + p % block for p in range(length - n, length)]
     kv.slots = torch.tensor(slots)
     assert kv.update(key, value, 0) == (key, value)
-    steps = plan(made, block, per_kv, Tiles(64, 1, True), CPU)
+    steps = plan(made, block, per_kv, kv_heads * dim, Tiles(64, 1, True), CPU)
     module = SimpleNamespace(layer_idx=0)
     out, weights = paged_attention(module, query, key, value, None, dim**-0.5, paged=PagedContext(kv, steps))
     assert weights is None and out.shape == (1, padded, kv_heads * per_kv, dim)
@@ -79,19 +79,33 @@ def test_equals_plain_attention(spans, shape, block: int, seed: int) -> None:
 def test_long_chunks_are_tiled_and_lengths_grouped() -> None:
     blocks = list(range(1, 100))
     decode = [Span(1, n, blocks) for n in (3, 60, 100, 130, 600, 700)]
-    steps = plan([*decode, Span(300, 400, blocks)], 16, 2, Tiles(64, 1, True), CPU)
+    steps = plan([*decode, Span(300, 400, blocks)], 16, 2, 10**9, Tiles(64, 1, True), CPU)
     sizes = [(g.start, g.sequences, g.queries, g.mask.shape[-1]) for g in steps.groups]
     assert sizes == [
-        (0, 3, 1, 128),
-        (3, 1, 1, 192),
-        (4, 2, 1, 704),
-        (6, 1, 128, 256),
-        (134, 1, 128, 384),
-        (262, 1, 44, 448),
-    ]
+        (0, 2, 1, 64), (2, 1, 1, 128), (3, 1, 1, 192), (4, 1, 1, 640), (5, 1, 1, 704),
+        (6, 1, 128, 256), (134, 1, 128, 384), (262, 1, 44, 448),
+    ]  # fmt: skip
     assert steps.tokens == 306
     # Only blocks that hold visible tokens are read; padding reads the zero block.
-    assert steps.groups[0].table.view(3, 8)[0].tolist() == [1] + [ZERO_BLOCK] * 7
+    assert steps.groups[0].table.view(2, 4)[0].tolist() == [1] + [ZERO_BLOCK] * 3
+
+
+@given(st.lists(st.integers(1, 900), min_size=1, max_size=9), st.sampled_from([0.5, 3.0, 25.0]))
+def test_grouping_is_the_cheapest(lengths: list[int], cost: float) -> None:
+    """Against every way to cut the ordered list."""
+    spans = [Span(1, n, []) for n in sorted(lengths)]
+
+    def price(groups: list[list[Span]]) -> float:
+        return sum(cost + len(g) * -(-max(s.kv_len for s in g) // 64) for g in groups)
+
+    def cuts(rest: list[Span]) -> list[list[list[Span]]]:
+        if not rest:
+            return [[]]
+        return [[rest[:i], *tail] for i in range(1, len(rest) + 1) for tail in cuts(rest[i:])]
+
+    groups = attention._similar(spans, 64, cost)
+    assert [s for g in groups for s in g] == spans
+    assert price(groups) == min(price(c) for c in cuts(spans))
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 64), (2, 2, 32), (8, 12, 128)])
@@ -119,11 +133,16 @@ def test_needs_the_engine() -> None:
 
 @given(st.integers(1, 5000))
 def test_padded_tokens(tokens: int) -> None:
-    """At least eight rows, at most an eighth more (or seven), and few distinct counts."""
+    """A multiple of four, at most three rows more than asked below 128 and at most an eighth more above."""
     padded = padded_tokens(tokens)
-    assert padded >= max(tokens, MIN_TOKENS) and padded % MIN_TOKENS == 0
-    assert padded - tokens < max(8, tokens / 4)
+    assert padded >= tokens and padded % ROW_MULTIPLE == 0
+    assert padded - tokens <= max(3, tokens / 8)
     assert padded_tokens(padded) == padded
+
+
+def test_few_row_counts() -> None:
+    """Kernels are compiled per row count: at most 8 in each doubling from 128 on."""
+    assert len({padded_tokens(n) for n in range(1, 513)}) <= 32 + 16 + 1
 
 
 def test_block_pool() -> None:
