@@ -132,9 +132,16 @@ class PackedForward(nn.Module):
                   and torch.ops.mkldnn._is_mkldnn_bf16_supported())
         self.attention = nn.ModuleList(
             Attention(layer.self_attn, heads, kv_heads, head_dim, packed) for layer in self.model.layers)
+        self._replaced: list[tuple[Any, str, Any]] = []
         for layer in self.model.layers:
             owner, name = (layer.mlp, "shared_experts") if hasattr(layer.mlp, "shared_experts") else (layer, "mlp")
+            self._replaced.append((owner, name, getattr(owner, name)))
             setattr(owner, name, GatedMLP(getattr(owner, name), packed))
+
+    def undo(self) -> None:
+        """Put transformers' own MLP modules back."""
+        for owner, name, module in self._replaced:
+            setattr(owner, name, module)
 
     def forward(self, ids: Tensor, positions: Tensor, paged: attention.PagedContext) -> Tensor:
         """[T, H] from ids and positions [1, T]."""
