@@ -90,6 +90,8 @@ def _block(report: common.Report, comparison: Mapping[str, Any]) -> list[str]:
     for layer in comparison["layers"][:5]:
         moved = "moved" if layer["moved"] else "unmoved"
         lines.append(f"- layer {escape(layer['layer'])} {moved}: {escape(layer['detail'])}")
+    if lines[-1].startswith("- "):
+        lines.append("")  # else the next line would belong to the list
     lines.append(f"kernels: baseline {escape(common.backend(base))}; candidate {escape(common.backend(cand))}  ")
     return lines
 
