@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("evals.commands.run", "run a task on a baseline and candidates and judge them"),
     "compare": ("evals.commands.compare", "judge two arms that were run before"),
     "report": ("evals.commands.report", "print or write a run's report in another format"),
+    "selftest": ("evals.selftest", "switch real faults on and prove that the gate catches them"),
     "plan": ("evals.plan", "how many items or repeats a margin needs"),
 }
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -48,6 +48,7 @@ class Launch:
     template: str | None = None
     extra: Sequence[str] = field(default_factory=tuple)
     startup_timeout: float = 600.0
+    env: Mapping[str, str] = field(default_factory=dict)  # on top of this process's
 
     def command(self) -> tuple[list[str], str | None]:
         """The argument list, and the URL when it is known beforehand."""
@@ -94,7 +95,7 @@ class Server:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT,
                 start_new_session=True, preexec_fn=_prepare_child,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(self.launch.env),
             )
             self._wait_until_ready(url)
         except OSError as error:
