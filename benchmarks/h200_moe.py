@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from benchmarks import h200_check, h200_tune
+from benchmarks.h200_peers import DEEPGEMM, peers
 from moe_kernels import bench
 from moe_kernels.variants.triton import config as triton_config
 from moe_kernels.variants.triton import pipeline
@@ -111,6 +112,43 @@ def profile(tokens: int) -> None:
         torch.cuda.synchronize()
 
 
+def check(
+    args: argparse.Namespace, shapes: list[bench.BenchShape], check_tokens: list[int], out: Path, deadline: float
+) -> None:
+    """Parity over shapes, formats, token counts and seeds, then the properties of one shape; writes check.json."""
+    extra = {
+        "graph": [h200_check.graph_equals_eager(AIR, v, t)
+                  for v in ("fp8/triton", "nvfp4/triton") for t in (1, 7, 129)],
+        "batch_invariant_nvfp4": h200_check.batch_invariant(AIR, "nvfp4/triton", [2, 8, 33, 128]),
+        "copied_equals_direct": h200_check.option_equality(AIR, [1, 3, 7, 33, 128]),
+        "tensor_core_error": h200_check.tensor_core_error(AIR),
+        "batch_invariant": h200_check.batch_invariant(AIR, "fp8/triton", [2, 8, 33, 128, 1024, 4096]),
+    }
+    print(extra, flush=True)
+    found: list[dict] = []
+    for fmt in ("fp8", "nvfp4"):
+        for shape in shapes:
+            name = shape.name
+            began = time.time()
+            full = fmt == "fp8" and shape in (AIR, bench.SHAPES["mini"])
+            seeds = args.seeds if full else max(1, args.seeds // 4) if fmt == "fp8" else 1
+            found += h200_check.check(shape, fmt, check_tokens, seeds, deadline)
+            mine = [f for f in found if f["shape"] == name and f["format"] == fmt]
+            print(name, fmt, f"{len(mine)} cases {time.time() - began:.1f} s",
+                  f"worst rel to emulated {max((f['rel_emulated'] for f in mine), default=-1):.2e}",
+                  f"worst row {max((f['worst_row'] for f in mine), default=-1):.2e}",
+                  f"oracle {max((f['rel_oracle'] for f in mine), default=-1):.2e}",
+                  "ids", all(f["ids_equal"] for f in mine), "repeat", all(f["repeat_equal"] for f in mine),
+                  "apart", all(f["apart_equal"] for f in mine), "finite", all(f["finite"] for f in mine),
+                  flush=True)
+            save(out, "check.json", {**extra, "parity": found})
+            torch.cuda.empty_cache()
+
+
+PAIR = ["fp8/triton", "fp8/triton:bias=bf16,scales=copied"]  # after and before SGLang #28555
+OTHER_TOKENS = [1, 8, 32, 128, 4096]
+
+
 def main() -> None:
     """Run the phases asked for, stopping each when its share of the budget is spent."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -119,6 +157,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=240, help="seconds for everything")
     parser.add_argument("--tokens", default="1,8,32,128,1024,4096,16384")
     parser.add_argument("--tune-shapes", default="glm-4.5-air")
+    parser.add_argument("--tune-tokens", help="default: those of --tokens")
     parser.add_argument("--tune-formats", default="fp8,nvfp4")
     parser.add_argument("--shapes", default="mini,glm-4.5-air")
     parser.add_argument("--check-tokens", default="1,2,3,7,8,31,64,1024")
@@ -138,6 +177,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     triton_config.CONFIGS = out if "tune" in args.phases else triton_config.CONFIGS
     tokens = [int(t) for t in args.tokens.split(",")]
+    tune_tokens = [int(t) for t in args.tune_tokens.split(",")] if args.tune_tokens else tokens
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     ceilings = bench.measure_ceilings(torch.device("cuda"))
     print(f"read {ceilings.read / 1e12:.2f} TB/s, {ceilings.flops / 1e12:.0f} TFLOP/s ({ceilings.source})", flush=True)
@@ -148,59 +188,56 @@ def main() -> None:
     formats = args.tune_formats.split(",")
     tasks: list[tuple] = []
     if "check" in args.phases:
-        tasks += [t for s in shapes for f in ("fp8", "nvfp4") for t in h200_tune.forward_tasks(s, f, check_tokens)]
+        tasks += [t for s in shapes for f in ("fp8", "nvfp4")
+                  for t in h200_tune.forward_tasks(s, f, check_tokens, pair=False)]
+    if "others" in args.phases:
+        tasks += [t for n in ("glm-4.7", "glm-4.7-flash", "glm-5")
+                  for t in h200_tune.forward_tasks(bench.SHAPES[n], "fp8", OTHER_TOKENS)]
+    if "time" in args.phases:
+        tasks += [t for f in ("fp8", "nvfp4") for t in h200_tune.forward_tasks(AIR, f, tokens)]
     if "tune" in args.phases:
         tasks += [t for n in args.tune_shapes.split(",") for f in formats
-                  for t in h200_tune.tune_tasks(bench.SHAPES[n], f, tokens)]
+                  for t in h200_tune.tune_tasks(bench.SHAPES[n], f, tune_tokens)]
     h200_tune.precompile(tasks)
-    if "check" in args.phases:
-        found: list[dict] = []
-        for shape in shapes:
-            name = shape.name
-            for fmt in ("fp8", "nvfp4"):
-                began = time.time()
-                full = fmt == "fp8" and shape in (AIR, bench.SHAPES["mini"])
-                seeds = args.seeds if full else max(1, args.seeds // 4)
-                found += h200_check.check(shape, fmt, check_tokens, seeds, deadline)
-                mine = [f for f in found if f["shape"] == name and f["format"] == fmt]
-                print(name, fmt, f"{len(mine)} cases {time.time() - began:.1f} s",
-                      f"worst rel to emulated {max((f['rel_emulated'] for f in mine), default=-1):.2e}",
-                      f"worst row {max((f['worst_row'] for f in mine), default=-1):.2e}",
-                      f"oracle {max((f['rel_oracle'] for f in mine), default=-1):.2e}",
-                      "ids", all(f["ids_equal"] for f in mine), "repeat", all(f["repeat_equal"] for f in mine),
-                      "apart", all(f["apart_equal"] for f in mine), "finite", all(f["finite"] for f in mine),
-                      flush=True)
-                torch.cuda.empty_cache()
-        extra = {
-            "graph": [h200_check.graph_equals_eager(AIR, v, t)
-                      for v in ("fp8/triton", "nvfp4/triton") for t in (1, 7, 129)],
-            "batch_invariant_nvfp4": h200_check.batch_invariant(AIR, "nvfp4/triton", [2, 8, 33, 128]),
-            "copied_equals_direct": h200_check.option_equality(AIR, [1, 3, 7, 33, 128]),
-            "tensor_core_error": h200_check.tensor_core_error(AIR),
-            "batch_invariant": h200_check.batch_invariant(AIR, "fp8/triton", [2, 8, 33, 128, 1024, 4096]),
-        }
-        print(extra, flush=True)
-        save(out, "check.json", {"parity": found, **extra})
     if "tune" in args.phases:
         log: list[dict] = []
         for name in args.tune_shapes.split(","):
             for fmt in formats:
-                h200_tune.tune(bench.SHAPES[name], fmt, tokens if name == AIR.name else [1, 8, 32, 128, 1024, 4096],
-                               out, log, deadline)
+                h200_tune.tune(bench.SHAPES[name], fmt, tune_tokens, out, log, deadline)
         save(out, "tune.json", log)
         triton_config._table.cache_clear()
-    if "time" in args.phases:
-        rows = stages(AIR, tokens, ceilings)
-        torch.cuda.empty_cache()
-        rows += bench.time_layers(["fp8/triton", "fp8/triton:bias=bf16,scales=copied"], AIR, tokens,
-                                  torch.device("cuda"), ceilings)
-        torch.cuda.empty_cache()
-        rows += bench.time_layers(["nvfp4/triton"], AIR, tokens, torch.device("cuda"), ceilings)
-        for row in rows:
+    rows: list[bench.Row] = []
+    cuda = torch.device("cuda")
+
+    def keep(more: list[bench.Row]) -> None:
+        for row in more:
+            if row.variant.startswith("fp8/triton") and row.stage == "layer" and row.tokens in DEEPGEMM \
+                    and row.shape == AIR.name:
+                row.peer = "DeepGEMM 2.5.0, two GEMMs only, quoted, another run"
+                row.peer_us = DEEPGEMM[row.tokens]
             flops = 6.0 * row.tokens * AIR.top_k * AIR.hidden * AIR.intermediate
-            print(f"{row.tokens:6d} {row.variant:36s} {row.stage:20s} {row.us:9.1f} us floor {row.floor_us or 0:8.1f}"
-                  + (f" {flops / row.us * 1e-6:6.0f} TFLOP/s" if row.stage == "layer" else ""), flush=True)
+            rate = f" {flops / row.us * 1e-6:6.0f} TFLOP/s" if row.stage == "layer" and row.shape == AIR.name else ""
+            print(f"{row.shape:13s} {row.tokens:6d} {row.variant[:36]:36s} {row.stage:20s} {row.us:9.1f} us floor "
+                  f"{row.floor_us or 0:8.1f}{rate}", flush=True)
+        rows.extend(more)
+        meta = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__,
+                "read_bytes_per_s": ceilings.read, "flops": ceilings.flops, "source": ceilings.source}
         save(out, "h200-moe.json", [row.to_json() for row in rows])
+        save(out, "meta.json", meta)
+        torch.cuda.empty_cache()
+
+    if "time" in args.phases:
+        keep(bench.time_layers(PAIR, AIR, tokens, cuda, ceilings))
+        keep(bench.time_layers(["nvfp4/triton"], AIR, [t for t in tokens if t <= 4096], cuda, ceilings, 10))
+        keep(stages(AIR, tokens, ceilings))
+    if "others" in args.phases:
+        for name in ("glm-4.7", "glm-4.7-flash", "glm-5"):
+            if time.time() < deadline:
+                keep(bench.time_layers(PAIR, bench.SHAPES[name], OTHER_TOKENS, cuda, ceilings, 15))
+    if "peers" in args.phases and time.time() < deadline:
+        keep(peers(AIR, [1, 8, 32, 128, 1024, 4096]))
+    if "check" in args.phases:
+        check(args, shapes, check_tokens, out, deadline)
     print(f"{time.time() - start:.0f} s", flush=True)
 
 

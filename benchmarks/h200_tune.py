@@ -17,10 +17,11 @@ from moe_kernels import bench, numerics
 from moe_kernels.registry import parse
 from moe_kernels.variants.triton import nvfp4_pipeline, pipeline
 from moe_kernels.variants.triton.config import (
+    CONFIGS,
     GemmConfig,
     NvFp4Config,
-    default_config,
-    default_nvfp4_config,
+    lookup,
+    lookup_nvfp4,
     table_name,
 )
 from moe_kernels.variants.triton_fp8 import Fp8TritonLayer
@@ -47,10 +48,8 @@ def first_candidates(rows: float) -> list[One]:
     if 4 <= rows <= 48:
         found += [One(32, True, 128, w, s) for w, s in [(4, 3), (8, 3), (8, 4), (8, 5)]]
     if rows > 16:
-        found += [One(64, True, 128, 8, s) for s in (2, 3, 4)]
-        found += [One(64, False, 128, w, s) for w, s in [(4, 3), (8, 3), (8, 4)]]
-    if rows > 48:
-        found += [One(128, False, 128, 8, s) for s in (3, 4)] + [One(128, True, 128, 8, 3)]
+        found += [One(64, True, 128, 8, 3), One(64, False, 128, 8, 4)]
+    if rows > 24:
         found += [One(128, False, 128, 4, s, True) for s in (3, 4)]
     return found
 
@@ -64,10 +63,8 @@ def second_candidates(rows: float) -> list[One]:
     if 4 <= rows <= 48:
         found += [One(32, True, 128, w, s) for w, s in [(4, 3), (4, 4), (4, 6)]]
     if rows > 16:
-        found += [One(64, True, 128, w, s) for w, s in [(4, 3), (4, 4), (8, 4)]]
-        found += [One(64, False, n, w, s) for n, w, s in [(128, 4, 4), (128, 8, 4)]]
-    if rows > 48:
-        found += [One(128, False, 128, 8, s) for s in (3, 4, 5)] + [One(128, True, 128, 8, s) for s in (3, 4)]
+        found += [One(64, True, 128, 4, 4), One(64, False, 128, 4, 4)]
+    if rows > 24:
         found += [One(128, False, 256, 4, s, True) for s in (3, 4)]
     return found
 
@@ -153,13 +150,12 @@ def _compile(task: tuple) -> str:
     device = torch.device("cuda")
     try:
         if kind == "route":
-            tokens, block_m = what
+            tokens, block_m, pair = what
             hidden, logits = bench.inputs(full, tokens, 1, device)[0]
             bias = bench.correction_bias(full, device)
-            for b in (bias, bias.bfloat16()):
-                for column_major in (True, False):
-                    routing, _, _, _ = pipeline.route_sort_quantise(
-                        logits, b, hidden if fmt == "fp8" else None, full.routing, block_m, column_major=column_major)
+            for b, column_major in [(bias, True)] + [(bias.bfloat16(), False)] * pair:
+                routing, _, _, _ = pipeline.route_sort_quantise(
+                    logits, b, hidden if fmt == "fp8" else None, full.routing, block_m, column_major=column_major)
             pipeline.sort_by_expert(routing.ids, full.experts, block_m)
             pipeline.route_sort_quantise(logits, bias, None, full.routing, 16, sort=False)
             pipeline.quantise_hidden(hidden)
@@ -191,13 +187,19 @@ def precompile(tasks: list[tuple], workers: int = 14) -> None:
     print(f"compiled {len(tasks)} in {time.time() - start:.1f} s; failed: {failed[:4]}", flush=True)
 
 
-def forward_tasks(shape: bench.BenchShape, fmt: str, tokens: list[int]) -> list[tuple]:
-    """What a layer's forward needs at these token counts with the configurations it would choose."""
-    rule = default_config if fmt == "fp8" else lambda s, t, _: default_nvfp4_config(s, t)
+def representative(tokens: int) -> int:
+    """A token count whose routing kernels are the same compilations."""
+    return triton.next_power_of_2(tokens) if tokens <= 32 else 64 if tokens <= 512 else 1024 if tokens <= 2048 else 4096
+
+
+def forward_tasks(shape: bench.BenchShape, fmt: str, tokens: list[int], pair: bool = True) -> list[tuple]:
+    """What a layer's forward needs at these token counts; `pair` adds the path before the change."""
+    rule = lookup if fmt == "fp8" else lookup_nvfp4
     found: list[tuple] = []
     for t in tokens:
-        config = rule(shape.moe, t, 90)
-        found += [("route", shape.name, fmt, (t, config.block_m)), ("gemm", shape.name, fmt, config)]
+        config = rule(shape.moe, t, torch.cuda.get_device_name(), 90)
+        found += [("route", shape.name, fmt, (representative(t), config.block_m, pair and fmt == "fp8")),
+                  ("gemm", shape.name, fmt, config)]
     return found
 
 
@@ -209,7 +211,7 @@ def tune_tasks(shape: bench.BenchShape, fmt: str, tokens: list[int]) -> list[tup
         a, b = candidates(fmt, t * shape.top_k / shape.experts)
         found += [("gemm", shape.name, fmt, build(x or a[0], y or b[0])) for x, y in itertools.zip_longest(a, b)]
         # (for NVFP4 the two lists are the same, so the pairs have one kernel)
-        found += [("route", shape.name, fmt, (t, m)) for m in {x.block_m for x in a}]
+        found += [("route", shape.name, fmt, (representative(t), m, False)) for m in {x.block_m for x in a}]
     return found
 
 
@@ -251,7 +253,9 @@ def tune(shape: bench.BenchShape, fmt: str, tokens: list[int], out: Path, log: l
     rows_of = {t: t * shape.top_k / shape.experts for t in tokens}
     layer = make_layer(shape, fmt, bench.random_record(shape, fmt, device))
     build = fp8_config if fmt == "fp8" else nvfp4_config
-    best: dict[str, dict] = {}
+    name = table_name(shape.moe, fmt, torch.cuda.get_device_name())
+    known = CONFIGS / name  # token counts that this run does not tune keep their entries
+    best: dict[str, dict] = json.loads(known.read_text())["configs"] if known.is_file() else {}
     for t in tokens:
         stages = Stages(layer, bench.inputs(shape, t, bench.input_count(t), device))
         a, b = candidates(fmt, rows_of[t])
@@ -287,7 +291,6 @@ def tune(shape: bench.BenchShape, fmt: str, tokens: list[int], out: Path, log: l
             best[str(t)] = build(x, y).to_json()
             print(f"{fmt} T={t}: gemm1 {timed['gemm1'][x]:.1f} {x}\n   gemm2 {timed['gemm2'][y]:.1f} {y}", flush=True)
         torch.cuda.empty_cache()
-        name = table_name(shape.moe, fmt, torch.cuda.get_device_name())
         text = {"tool": "benchmarks/h200_tune.py", "device": torch.cuda.get_device_name(),
                 "torch": torch.__version__, "triton": triton.__version__, "configs": best}
         (out / name).write_text(json.dumps(text, indent=1) + "\n")

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -265,7 +266,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 def layer_calls(layer: MoELayer, data: Sequence[tuple[Tensor, Tensor]]) -> list[Call]:
     """One call of the whole layer per input."""
-    return [lambda h=hidden, g=logits: layer.forward(h, g) for hidden, logits in data]
+    return [partial(layer.forward, hidden, logits) for hidden, logits in data]
 
 
 def input_count(tokens: int) -> int:

@@ -73,13 +73,12 @@ def default_config(shape: MoEShape, tokens: int, sm: int = 90) -> GemmConfig:
         if rows <= 64:
             return GemmConfig(16, False, 4, 2, False, 128, 4, 3)
         return GemmConfig(64, False, 8, 2, False, 128, 8, 3)
-    if rows <= 8:
-        return GemmConfig(16, True, 4, 3, True, 128, 4, 4)
-    if rows <= 24:
+    if rows <= 12:
+        return GemmConfig(16, True, 4, 4, True, 128, 4, 3)
+    if rows <= 48:
         return GemmConfig(32, True, 8, 4, True, 128, 4, 4)
-    if rows <= 96:
-        return GemmConfig(64, True, 8, 4, True, 128, 4, 4)
-    return GemmConfig(128, False, 8, 3, False, 128, 8, 4)
+    special = sm < 100 and shape.hidden_size % 256 == 0  # Hopper's wgmma is gone from Blackwell
+    return GemmConfig(128, False, 8, 3, False, 128, 8, 4, special, special)
 
 
 def table_name(shape: MoEShape, weight_format: str, device: str) -> str:

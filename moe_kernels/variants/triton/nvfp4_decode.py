@@ -135,7 +135,7 @@ def gemm1_decode_kernel(
     up_w, up_s = _row_tile(w13, w13_scale, expert, block + NB, 2 * INTER, H, W, wide)
     ring = ()
     for slot in gl.static_range(AHEAD):
-        ring = ring + (_fetch(gate_w, gate_s, slot % KB), _fetch(up_w, up_s, slot % KB))
+        ring = ring + (_fetch(gate_w, gate_s, slot % KB), _fetch(up_w, up_s, slot % KB))  # type: ignore[assignment]
     rows = gl.minimum(first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, tokens)), end - 1)
     token = gl.load(sorted_slots + rows) // TOP_K
     x_at = x + (token.to(gl.int64) * H)[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, tokens))[None, :]
@@ -150,7 +150,7 @@ def gemm1_decode_kernel(
             gate = _accumulate(gate, ring[2 * slot], x0, x1, mma)
             up = _accumulate(up, ring[2 * slot + 1], x0, x1, mma)
             later = gl.minimum(kb + AHEAD, KB - 1)
-            refilled = refilled + (_fetch(gate_w, gate_s, later), _fetch(up_w, up_s, later))
+            refilled = refilled + (_fetch(gate_w, gate_s, later), _fetch(up_w, up_s, later))  # type: ignore[assignment]
         ring = refilled
     for slot in gl.static_range(KB % AHEAD):
         kb = KB // AHEAD * AHEAD + slot
@@ -197,7 +197,7 @@ def gemm2_decode_kernel(
     words, scales = _row_tile(w2, w2_scale, expert, block, H, INTER, W, wide)
     ring = ()
     for slot in gl.static_range(AHEAD):
-        ring = ring + (_fetch(words, scales, slot % KB),)
+        ring = ring + (_fetch(words, scales, slot % KB),)  # type: ignore[assignment]
     rows = gl.minimum(first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, tokens)), end - 1)
     h_at = h + (rows.to(gl.int64) * INTER)[:, None] + gl.arange(0, 64, layout=gl.SliceLayout(0, tokens))[None, :]
     total = gl.zeros([16 * W, BLOCK_M], gl.float32, mma)
@@ -208,7 +208,8 @@ def gemm2_decode_kernel(
             x0 = _activations(h_at + kb * 128, mma, BLOCK_M)
             x1 = _activations(h_at + (kb * 128 + 64), mma, BLOCK_M)
             total = _accumulate(total, ring[slot], x0, x1, mma)
-            refilled = refilled + (_fetch(words, scales, gl.minimum(kb + AHEAD, KB - 1)),)
+            later = gl.minimum(kb + AHEAD, KB - 1)
+            refilled = refilled + (_fetch(words, scales, later),)  # type: ignore[assignment]
         ring = refilled
     for slot in gl.static_range(KB % AHEAD):
         kb = KB // AHEAD * AHEAD + slot

@@ -1,8 +1,8 @@
 """Warp-specialised grouped FP8 GEMM for many rows (Hopper, written in Gluon): one producer, two consumers.
 
-A persistent program keeps a ring of shared-memory stages. Four producer warps gather activation rows with
-cp.async and fetch two 128-row weight tiles with TMA; two consumer warpgroups own 64 rows each and, per 128
-columns of K, run one tensor-core product per weight tile into a fresh accumulator and add it, scaled, in FP32.
+A persistent program keeps a ring of shared-memory stages. Four producer warps gather activation rows and their
+scales with cp.async and fetch two 128-row weight tiles with TMA; two consumer warpgroups own 64 rows each and, per
+128 columns of K, run one tensor-core product per weight tile into a fresh accumulator and add it, scaled, in FP32.
 While one consumer adds, the other's products fill the tensor cores. A consumer whose 64 rows are beyond the
 expert's last row skips its products. The two weight tiles are gate and up of the same 128 intermediate columns
 (first GEMM) or neighbouring output columns (second GEMM).
@@ -35,20 +35,25 @@ def _weight_rows(expert, block, N: gl.constexpr, FIRST: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    a, b, sorted_slots, tiles, ring_a, ring_b0, ring_b1, full, empty,
+    a, a_scale, b, sorted_slots, tiles, a_rows, ring_a, ring_s, ring_b0, ring_b1, full, empty,
     K: gl.constexpr, N: gl.constexpr, NB: gl.constexpr, TOP_K: gl.constexpr, FIRST: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     offsets = gl.arange(0, 128, layout=gl.SliceLayout(1, layout))
+    lanes = gl.arange(0, 128, layout=flat)
     columns = gl.arange(0, 128, layout=gl.SliceLayout(0, layout))
     total = gl.load(tiles + 3) * NB
     step = 0
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, first, end, block = _tile(tiles, index, NB)
         rows = gl.minimum(first + offsets, end - 1)
+        scale_rows = gl.minimum(first + lanes, end - 1)
         if FIRST:
             rows = gl.load(sorted_slots + rows) // TOP_K
+            scale_rows = gl.load(sorted_slots + scale_rows) // TOP_K
+        scales = a_scale + scale_rows
         source = a + (rows.to(gl.int64) * K)[:, None] + columns[None, :]
         row0, row1 = _weight_rows(expert, block, N, FIRST)
         for kb in range(K // 128):
@@ -58,13 +63,15 @@ def _produce(
             tma.async_copy_global_to_shared(b, [row0, kb * 128], full.index(stage), ring_b0.index(stage))
             tma.async_copy_global_to_shared(b, [row1, kb * 128], full.index(stage), ring_b1.index(stage))
             async_copy.async_copy_global_to_shared(ring_a.index(stage), source + kb * 128)
+            scale_at = scales + kb.to(gl.int64) * a_rows  # type: ignore[attr-defined]
+            async_copy.async_copy_global_to_shared(ring_s.index(stage), scale_at)
             async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
             step += 1
 
 
 @gluon.jit
 def _consume(
-    a_scale, b_scale, out, out_scale, sorted_slots, tiles, a_rows, pairs, ring_a, ring_b0, ring_b1, full, empty,
+    b_scale, out, out_scale, sorted_slots, tiles, pairs, ring_a, ring_s, ring_b0, ring_b1, full, empty,
     PART: gl.constexpr, K: gl.constexpr, N: gl.constexpr, NB: gl.constexpr, TOP_K: gl.constexpr,
     FIRST: gl.constexpr, STAGES: gl.constexpr, LIMIT: gl.constexpr,
 ):
@@ -78,15 +85,12 @@ def _consume(
     for index in range(gl.program_id(0), total, gl.num_programs(0)):
         expert, first, end, block = _tile(tiles, index, NB)
         if first + PART * 64 < end:
-            rows = gl.minimum(first + offsets, end - 1)
             if FIRST:
-                rows = gl.load(sorted_slots + rows) // TOP_K
                 s0_at = b_scale + (expert.to(gl.int64) * (2 * NB) + block) * KB
                 s1_at = s0_at + NB * KB
             else:
                 s0_at = b_scale + (expert.to(gl.int64) * (2 * NB) + 2 * block) * KB
                 s1_at = s0_at + KB
-            s_a = gl.load(a_scale + rows)
             s_0 = gl.load(s0_at)
             s_1 = gl.load(s1_at)
             sum0 = gl.zeros([64, 128], gl.float32, mma)
@@ -97,7 +101,7 @@ def _consume(
                 x = ring_a.index(stage).slice(PART * 64, 64)
                 part = warpgroup_mma(x, ring_b0.index(stage).permute((1, 0)), part, use_acc=False, is_async=True)
                 ahead = gl.minimum(kb + 1, KB - 1)
-                s_a_next = gl.load(a_scale + ahead.to(gl.int64) * a_rows + rows)
+                s_a = ring_s.index(stage).slice(PART * 64, 64).load(gl.SliceLayout(1, mma))
                 s_0_next = gl.load(s0_at + ahead)
                 s_1_next = gl.load(s1_at + ahead)
                 part = warpgroup_mma_wait(0, deps=[part])
@@ -106,7 +110,6 @@ def _consume(
                 part = warpgroup_mma_wait(0, deps=[part])
                 mbarrier.arrive(empty.index(stage), count=1)
                 sum1 += part * (s_a * s_1)[:, None]
-                s_a = s_a_next
                 s_0 = s_0_next
                 s_1 = s_1_next
                 step += 1
@@ -155,6 +158,7 @@ def grouped_kernel(
     ring_a = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], shared)
     ring_b0 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], b.layout)
     ring_b1 = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, 128, 128], b.layout)
+    ring_s = gl.allocate_shared_memory(gl.float32, [STAGES, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -162,12 +166,12 @@ def grouped_kernel(
         mbarrier.init(empty.index(stage), count=2)
     gl.warp_specialize(
         [
-            (_consume, (a_scale, b_scale, out, out_scale, sorted_slots, tiles, a_rows, pairs, ring_a, ring_b0,
+            (_consume, (b_scale, out, out_scale, sorted_slots, tiles, pairs, ring_a, ring_s, ring_b0,
                         ring_b1, full, empty, 0, K, N, NB, TOP_K, FIRST, STAGES, LIMIT)),
-            (_consume, (a_scale, b_scale, out, out_scale, sorted_slots, tiles, a_rows, pairs, ring_a, ring_b0,
+            (_consume, (b_scale, out, out_scale, sorted_slots, tiles, pairs, ring_a, ring_s, ring_b0,
                         ring_b1, full, empty, 1, K, N, NB, TOP_K, FIRST, STAGES, LIMIT)),
-            (_produce, (a, b, sorted_slots, tiles, ring_a, ring_b0, ring_b1, full, empty, K, N, NB, TOP_K, FIRST,
-                        STAGES)),
+            (_produce, (a, a_scale, b, sorted_slots, tiles, a_rows, ring_a, ring_s, ring_b0, ring_b1, full, empty,
+                        K, N, NB, TOP_K, FIRST, STAGES)),
         ],
         [4, 4],
         [232, 40],
