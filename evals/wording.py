@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def points(fraction: float, digits: int = 2) -> str:
     """A difference in points with its sign, "−0.45" or "+0.30" (true minus sign)."""
     text = f"{fraction * 100:+.{digits}f}"
-    return ("0." + "0" * digits) if float(text) == 0 else text.replace("-", "−")
+    return f"{0:.{digits}f}" if float(text) == 0 else text.replace("-", "−")
 
 
 def percent(fraction: float, digits: int = 2) -> str:

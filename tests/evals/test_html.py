@@ -19,6 +19,7 @@ from evals.report import html
 from evals.report.model import build
 from evals.report.plot import axis, interval_plot
 from evals.run_judge import Judged, assemble
+from evals.wording import points
 from tests.evals.browser import CHROMIUM, page
 from tests.evals.judging import FINGERPRINT, IMAGES, judged, meta, protocol
 from tests.evals.test_report import nasty, several
@@ -181,6 +182,7 @@ def test_plot_places_values_on_its_axis() -> None:
     per_point = (zero - margin) / 1.5
     assert (dot - margin) / per_point == pytest.approx(1.5 - 0.4549, abs=0.01)
     assert interval_plot([], 1.5, None) == ""
+    assert [points(x, d) for x, d in ((0.0, 0), (-0.00001, 2), (-0.0045, 2), (0.1, 0))] == ["0", "0.00", "−0.45", "+10"]
 
 
 @needs_browser
