@@ -29,7 +29,9 @@ def ask_service(prompts: list[str], max_tokens: int) -> tuple[list[str], float]:
     import httpx
 
     command = [sys.executable, "-m", "service", "--model", "mini", "--variant", "bf16/reference", "--port", "0"]
-    server = subprocess.Popen([*command, "--max-model-len", "1024"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    command += ["--max-model-len", "1024"]
+    quiet = subprocess.DEVNULL  # its access log
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=quiet, text=True)
     try:
         assert server.stdout is not None
         url = None
@@ -134,7 +136,7 @@ def write_section(result: dict[str, Any]) -> None:
         lines.append(f"| {name} | {s['correct']}/{n} = {100 * s['accuracy']:.2f} % | {s['invalid']} | {took or '–'} |")
     lines += ["", f"Texts that differ: {result['texts_differ']} of {n}; answers that flip: {result['flips']}."]
     if result["differences"]:
-        lines += ["", "| item | token | service | stock | logit gap, BF16 | logit gap, FP32 | right (service / stock) |",
+        lines += ["", "| item | token | service | stock | gap, BF16 | gap, FP32 | right (service / stock) |",
                   "|---|---|---|---|---|---|---|"]  # fmt: skip
         for d in result["differences"]:
             yes = {True: "yes", False: "no"}

@@ -215,7 +215,7 @@ def run_row(row: Row, model: Path, rows: list[dict[str, Any]], work: Path, base:
 def write_table(records: list[dict[str, Any]], sha: str) -> None:
     """Replace the table between the marks in docs/sensitivity.md."""
     lines = [
-        "| change | right | flips (worse / better) | texts changed | same expert set | experts shared | mean KL, nats |",
+        "| change | right | flips (worse / better) | texts changed | same experts | experts shared | mean KL, nats |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in records:

@@ -125,8 +125,8 @@ def load_model(
 
     `dtype` is that of everything but the experts (the variant's), the router weight, its correction bias and
     the RoPE frequencies (FP32 always). A BF16 checkpoint is converted once where the variant needs FP8 or
-    NVFP4 (`ensure_format`); `bf16/reference` takes any format. Nothing is fetched from a network and no code
-    from the checkpoint is run. `attn_implementation` is a name known to transformers' AttentionInterface.
+    NVFP4 (`ensure_format`), a block FP8 one where it needs NVFP4; `bf16/reference` takes any format. Nothing is
+    fetched from a network and no code from the checkpoint is run. `attn_implementation` is a name known to transformers' AttentionInterface.
 
     Raises VariantError (unknown variant, or not supported here), FormatError, CheckpointError.
     """
@@ -155,9 +155,10 @@ def _in_format(path: Path, spec: VariantSpec) -> Checkpoint:
     needed = registry.info(spec.base).weight_format
     if checkpoint.format == needed or spec.base == "bf16/reference":
         return checkpoint
-    if checkpoint.format != "bf16":
+    # Block FP8 is how GLM-5.3 (and the embedded model) ships: its exact dequantisation is the BF16 original.
+    if checkpoint.format != "bf16" and (checkpoint.format, needed) != ("fp8", "nvfp4"):
         raise FormatError(f"variant '{spec}' needs {needed} expert weights and {path} holds {checkpoint.format}; "
-                          f"give a {needed} or a BF16 checkpoint, or use '{checkpoint.format}/emulated'")
+                          f"give a {needed}, block FP8 or BF16 checkpoint, or use '{checkpoint.format}/emulated'")
     converted = ensure_format(path, needed)
     log.info("variant '%s' needs %s weights: using %s, made from %s", spec, needed, converted, path)
     return open_checkpoint(converted)

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_kernels import embedded
 from service.api.app import create_app
 from service.api.prompts import PromptEncoder
 from service.api.server import Server, bind, config
@@ -21,7 +22,6 @@ from service.tokenizer import Tokenizer
 
 log = logging.getLogger("service.launch")
 LOCAL = frozenset(("127.0.0.1", "localhost", "::1"))
-MINI = Path(__file__).resolve().parents[2] / "evals" / "mini" / "model"  # the embedded checkpoint, data of this package
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,10 @@ class Options:
 
 
 def checkpoint_path(model: str) -> Path:
-    """The checkpoint folder, or StartupError saying what is wrong with it."""
-    path = MINI if model == "mini" else Path(model).expanduser()
+    """The checkpoint folder ('mini': the embedded one, hashes checked), or a MoeParityError saying what is wrong."""
+    path = embedded.resolve(model)
     if not path.exists():
-        hint = "the embedded model is not part of this installation" if model == "mini" else "no such folder"
-        raise StartupError(f"--model {model}: {hint}; give the folder of a Hugging Face checkpoint")
+        raise StartupError(f"--model {model}: no such folder; give the folder of a Hugging Face checkpoint")
     if not (path / "config.json").is_file():
         raise StartupError(
             f"--model {model}: there is no config.json in it; give the folder of a Hugging Face checkpoint"

@@ -1,4 +1,4 @@
-"""The shipped model: files as in the manifest, a real-family configuration, loadable and right with stock transformers."""
+"""The shipped model: files as in the manifest, configuration of the real family, right with stock transformers."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def test_tokenizer_round_trip_and_single_digits(tokenizer) -> None:
 def test_special_tokens_and_chat_template(tokenizer) -> None:
     assert [tokenizer.convert_tokens_to_ids(t) for t in SPECIAL] == list(range(len(SPECIAL)))
     turns = [{"role": "user", "content": "How many 2?"}]
-    assert tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) == chat_prompt("How many 2?")
+    assert tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) == chat_prompt(
+        "How many 2?"
+    )
     ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"]
     assert ids[:4] == tokenizer.convert_tokens_to_ids(["[gMASK]", "<sop>", "<|user|>", "Ċ"])
     turns += [{"role": "assistant", "content": "2"}, {"role": "user", "content": "Why?"}]
@@ -168,3 +170,32 @@ def test_lm_eval_task_differs_from_gsm8k_only_in_name_and_shots() -> None:
     mini, full = tasks.get("gsm8k-mini").config(), tasks.get("gsm8k").config()
     different = {k for k in mini.keys() | full.keys() if mini.get(k) != full.get(k)}
     assert different == {"task", "num_fewshot", "metadata"}
+
+
+def test_nvfp4_form_is_made_on_first_use_and_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--model mini` with an NVFP4 variant: quantised into the cache once from the shipped FP8, checked on reuse."""
+    from moe_kernels.hf import load_model
+
+    monkeypatch.setenv("MOE_PARITY_CACHE", str(tmp_path))
+    first = load_model(MODEL_DIR, "nvfp4/emulated")
+    assert (first.format, first.path.is_relative_to(tmp_path)) == ("nvfp4", True)
+    assert set(first.resolved.values()) == {"nvfp4/emulated"}
+    made = (first.path / "config.json").stat().st_mtime_ns
+    assert load_model(MODEL_DIR, "nvfp4/emulated").path == first.path
+    assert (first.path / "config.json").stat().st_mtime_ns == made
+
+
+def test_service_variants_answer_a_problem_alike() -> None:
+    """One problem through our forward: BF16, FP8 emulation and the BF16-bias path give the right answer's tokens."""
+    from transformers import AutoTokenizer
+
+    from moe_kernels.hf import load_model
+
+    row = next(r for r in dataset.load() if r["family"] == "events")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    start = len(tokenizer(prompt(row["question"])).input_ids)
+    ids = tokenizer(f"{prompt(row['question'])} {row['answer']}").input_ids
+    for variant in ("bf16/reference", "fp8/emulated", "fp8/emulated:bias=bf16,scales=copied"):
+        with torch.inference_mode():
+            logits = load_model(MODEL_DIR, variant).model(torch.tensor([ids])).logits[0]
+        assert logits[start - 1 : -1].argmax(-1).tolist() == ids[start:], variant

@@ -41,8 +41,8 @@ def _smaller(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(out: Path, *extra: str) -> train.argparse.Namespace:
     return train.arguments().parse_args([
-        "--toy", "--out", str(out), "--steps", "4", "--rows", "2", "--length", "192", "--workers", "0", "--device", "cpu",
-        "--no-compile", "--probe", "1", "--probe-every", "100", "--log-every", "2", *extra,
+        "--toy", "--out", str(out), "--steps", "4", "--rows", "2", "--length", "192", "--workers", "0",
+        "--device", "cpu", "--no-compile", "--probe", "1", "--probe-every", "100", "--log-every", "2", *extra,
     ])  # fmt: skip
 
 
