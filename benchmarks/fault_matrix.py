@@ -1,4 +1,4 @@
-"""Makes docs/faults.md and benchmarks/results/faults.json: `python benchmarks/fault_matrix.py [evals selftest options]`.
+"""Makes docs/faults.md and benchmarks/results/faults.json; options are those of `evals selftest`.
 
 All faults on FP8 and NVFP4 on the embedded model; about twenty minutes on two idle cores. The exit code is that of
 `evals selftest`: 0 when every harmful fault is caught and every benign change passes.

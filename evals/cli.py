@@ -54,6 +54,8 @@ def _version() -> str:
 def _terminate(number: int, frame: Any) -> None:
     """SIGTERM and SIGHUP end a run as Ctrl-C does: servers stopped, journal kept."""
     signal.signal(number, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job is started so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.kill(os.getpid(), signal.SIGINT)
 
 

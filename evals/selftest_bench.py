@@ -167,7 +167,7 @@ class Bench:
         except ServerError as error:
             out.failure = str(error)
         lap("forced")
-        if self.sizes.answers and (not caught(out) or self.sizes.answer_caught and _may_answer_otherwise(out)):
+        if self.sizes.answers and (not caught(out) or (self.sizes.answer_caught and _may_answer_otherwise(out))):
             self.base_answers()
             self.switch(name)
             clock = time.monotonic()

@@ -71,7 +71,8 @@ def judge_row(
 
 def _kernel(row: Row, check: Mapping[str, Any]) -> None:
     findings = check["findings"]
-    values = [_number(f["value"]) for f in findings if f["probe"] == "parity" and f["detail"].startswith("against the e")]
+    parity = [f for f in findings if f["probe"] == "parity" and f["detail"].startswith("against the emulation")]
+    values = [_number(f["value"]) for f in parity]
     worst = max(values, default=0.0)
     row.measured["kernel"] = "NaN" if math.isinf(worst) else f"calc_diff {worst:.2g}"
     for layer, probes in (("contract", {"contract"}), ("kernel", {f["probe"] for f in findings} - {"contract"})):
@@ -148,8 +149,8 @@ def others(
     if outcomes is None:
         return [*out, *(["vllm"] if vllm else [])]
     n = len(outcomes.items)
-    right = int((outcomes.right_baseline & outcomes.valid).sum()), int((outcomes.right_candidate & outcomes.valid).sum())
-    before, after = right[0] / n, right[1] / n  # these gates count errors as wrong
+    before = int(outcomes.right_baseline.sum()) / n
+    after = int((outcomes.right_candidate & outcomes.valid).sum()) / n  # these gates count errors as wrong
     if vllm or after < before - 0.08:
         out.append("vllm")
     if after < before - 0.03:

@@ -137,9 +137,9 @@ def _alarms(matrix: Matrix) -> list[str]:
         "## False alarms", "",
         f"Forced layers, measured: the sound servers were compared with themselves {len(matrix.repeats)} times at "
         f"concurrency 2 to 16 against the recording at 8; {passed} passed.", "",
-        "Accuracy, simulated (200 runs of 1,319 items each; no machine here does 200 real ones): items flip independently "
-        "with the discordance ψ₀ between two runs of one server. A server that repeats itself has ψ₀ = 0; 2 to 6 % is "
-        "published for FP8 and FP4 MoE kernels.", "",
+        "Accuracy, simulated (200 runs of 1,319 items each; no machine here does 200 real ones): items flip "
+        "independently with the discordance ψ₀ between two runs of one server. One that repeats itself has ψ₀ = 0; "
+        "2 to 6 % is published for FP8 and FP4 MoE kernels.", "",
         "| ψ₀ | FAIL, α = 0.05 | FAIL, α = 0.001 | CHANGED by flips |", "|--:|--:|--:|--:|",
     ]
     for psi in DISCORDANCE:
@@ -152,9 +152,9 @@ def _alarms(matrix: Matrix) -> list[str]:
 
 _INTRO = """# Faults: what the gate catches
 
-Real faults from public issues, switched on in a running service (`service/selftest.py`, `moe_kernels/faults/`), judged by
-the same limits as real runs. Made by `python benchmarks/fault_matrix.py` on `{model}`, {machine}, Python {python}, in
-{seconds} s: {texts} gold texts and {long} long one, {answers} free-running answers a fault.
+Real faults from public issues, switched on in a running service (`service/selftest.py`, `moe_kernels/faults/`), judged
+by the same limits as real runs. Made by `python benchmarks/fault_matrix.py` on `{model}`, {machine}, Python {python},
+in {seconds} s: {texts} gold texts and {long} long one, {answers} free-running answers a fault.
 
 **{summary}.**
 
@@ -162,12 +162,18 @@ the same limits as real runs. Made by `python benchmarks/fault_matrix.py` on `{m
 
 | layer | moves when | why this limit |
 |---|---|---|
-| contract | a scale is not finite, zero or tiny; routing parameters outside the launcher's rules | `moe_kernels/contract.py` |
-| kernel | calc_diff against the emulation ≥ 1.5e-3, against the FP32 oracle ≥ 4e-3 (FP8) or 5e-2 (NVFP4); repeat, batch, padding, zero-block or extreme-logits probe | the head of `moe_kernels/check.py` |
-| routing | more than 0.5 % of the tokens in a layer choose other experts although the choice was no near tie (gap of the selection keys ≥ 2⁻⁸) | benign changes gave at most 0.02 %, the mildest routing fault 10 %; near ties flip for BF16 logits, which kernels may take |
-| logprobs | mean KL > 5e-4 nats a token with the same weights on both sides, > 0.02 otherwise; top-1 changed for > 2 % of the tokens; NaN | benign changes gave at most 2e-4; `evals/forced/limits.py` |
-| length | completion length outside 0.9–1.1 (interval), cut or empty answers differ | MLPerf's rule; `evals/policy.py` |
+| contract | a scale is not finite, zero or tiny; routing parameters outside the launcher's rules | [1] |
+| kernel | calc_diff ≥ 1.5e-3 to the emulation, ≥ 4e-3 (FP8) or 5e-2 (NVFP4) to the FP32 oracle; a probe fails | [2] |
+| routing | > 0.5 % of the tokens of a layer go to other experts although the choice was no near tie | [3] |
+| logprobs | mean KL > 5e-4 nats a token with equal weights, > 0.02 otherwise; top-1 changed for > 2 %; NaN | [4] |
+| length | completion length outside 0.9–1.1 (interval), cut or empty answers differ | MLPerf's rule |
 | accuracy | a regression is shown (mid-p < 0.05, not non-inferior at 1.5 points) | docs/statistics.md |
+
+[1] `moe_kernels/contract.py`: what the launchers demand. [2] The head of `moe_kernels/check.py`; probes are repeat,
+batch, padding, zero block, extreme logits. [3] A near tie is a gap of the selection keys below 2⁻⁸, BF16's step just
+below 1: BF16 logits, which kernels may take, flip 1 to 3 % of the tokens there. Benign changes flipped at most 0.02 %
+elsewhere, the mildest routing fault 10 %. [4] Benign changes gave at most 2e-4 on this model; llama.cpp's Q8_0, another
+format, has 1.4e-3 and Q4_K_M 0.031.
 
 Limits of routing and logprobs rise to five times what the baseline shows against itself at another concurrency.
 

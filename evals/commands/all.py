@@ -138,7 +138,8 @@ def _print(made: RunOptions, found: dict[str, list[LayerEvidence]], gross: dict[
             if e.moved and e.layer in layers.MEANING:
                 means, look = layers.MEANING[e.layer]
                 text += f"\nusually: {means}\nlook at: {look}"
-            table.add_row(e.layer, Text("moved" if e.moved else "ok", style="yellow" if e.moved else "green"), Text(text))
+            state = Text("moved", style="yellow") if e.moved else Text("ok", style="green")
+            table.add_row(e.layer, state, Text(text))
         if name in gross:
             table.add_row("accuracy", Text("not run", style="red"), Text(gross[name]))
         console.print(table)

@@ -50,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     items.add_argument("--logprobs", action=argparse.BooleanOptionalAction, default=None,
                        help="keep logprobs of the completions (default: when all servers are ours)")
     layers = parser.add_argument_group("layers (routing, logprobs, all)")
-    layers.add_argument("--items", metavar="TASK", help="whose items (default: gsm8k-mini for --model mini, else gsm8k)")
+    layers.add_argument("--items", metavar="TASK",
+                        help="whose items (default: gsm8k-mini for --model mini, else gsm8k)")
     layers.add_argument("--long", type=int, default=2, metavar="N", help="long texts beside the gold solutions")
     layers.add_argument("--long-tokens", type=int, default=16384, metavar="N",
                         help="their length, at most the server's limit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from html import escape
 
@@ -59,7 +60,7 @@ def _colour(value: float) -> str:
     """White (1) over amber to dark red (0)."""
     stops = ((1.0, (255, 255, 255)), (0.9, (254, 232, 190)), (0.6, (227, 120, 74)), (0.0, (103, 0, 31)))
     value = min(max(value, 0.0), 1.0)
-    for (high, a), (low, b) in zip(stops, stops[1:], strict=False):
+    for (high, a), (low, b) in itertools.pairwise(stops):
         if value >= low:
             share = (value - low) / (high - low)
             return "#" + "".join(f"{round(y + (x - y) * share):02x}" for x, y in zip(a, b, strict=True))

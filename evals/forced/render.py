@@ -112,7 +112,10 @@ def html_page(title: str, sections: Sequence[tuple[Forced, str, int]]) -> str:
 
 
 _CSS = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
-    "table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}caption{text-align:left;font-weight:600}"
-    "th,td{border:1px solid #ccc;padding:.2rem .5rem;text-align:left;white-space:pre-wrap}svg{max-width:100%;height:auto}"
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "body{background:#fff}"
+    "table{border-collapse:collapse;margin:1rem 0;display:block;overflow-x:auto}"
+    "caption{text-align:left;font-weight:600}"
+    "th,td{border:1px solid #ccc;padding:.2rem .5rem;text-align:left;white-space:pre-wrap}"
+    "svg{max-width:100%;height:auto}"
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class Extent:
 
     long: int = 2
     long_tokens: int = 16384
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +46,7 @@ class Forced:
     same_weights: bool
     findings: tuple[Finding, ...] = ()
     failure: str | None = None
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
     @property
     def tokens(self) -> int:

@@ -70,5 +70,6 @@ class Spool:
                 routing = RoutingTrace(z["experts"].astype(np.int64), tuple(int(x) for x in z["layers"]), gaps)
             return Scores(
                 item, z["ids"].astype(np.int64), z["logprobs"].astype(np.float64), z["top_ids"].astype(np.int64),
-                z["top_logprobs"].astype(np.float64), tuple(str(t) for t in z["tokens"]), int(z["scored_from"]), routing,
+                z["top_logprobs"].astype(np.float64), tuple(str(t) for t in z["tokens"]), int(z["scored_from"]),
+                routing,
             )

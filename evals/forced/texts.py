@@ -39,7 +39,7 @@ def long_texts(texts: Sequence[Text], tokens: Mapping[str, int], limit: int, cou
     (then a long text repeats items, which changes nothing for a comparison of two servers on the same text).
     """
     room, made, at = limit - RESERVE, [], 0
-    usable = [t for t in texts if t.item in tokens and tokens[t.item] + RESERVE <= room]
+    usable = [t for t in texts if t.item in tokens and tokens[t.item] + 2 <= room]
     if not usable:
         return []
     for number in range(count):
