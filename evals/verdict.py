@@ -116,6 +116,8 @@ def judge(
         state, reasons = "CHANGED", moved
     else:
         state, reasons = "PASS", [Reason("noninferior", wording.noninferior(analysis, policy))]
+    if state == "INVALID":  # mending that would not be enough: say so now, not after the next run
+        warnings += [r.message for r in blocked]
     if state in ("FAIL", "INCONCLUSIVE"):
         warnings += [r.message for r in moved if r.code not in {x.code for x in reasons}]
     return _finish(state, reasons, outcomes, analysis, policy, integrity, evidence, warnings, p_adjusted)

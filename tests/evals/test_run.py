@@ -328,3 +328,15 @@ def test_resume_with_other_options_is_refused(
         run.execute(options(url, url, smoke=0, resume=True, **change))
     with pytest.raises(UsageError, match="already holds a run"):
         run.execute(options(url, url, smoke=0))
+
+
+def test_a_hopeless_baseline_is_named_even_where_cut_answers_come_first(serve: Serve, options: Options) -> None:
+    """The small model on real GSM8K: near zero, and often without an end."""
+    (_, url_a), (_, url_b) = (serve(variant=v, wrong=1.0, faults=("truncate@10%",)) for v in ("fp8/a", "fp8/b"))
+    judged = judge_run(run.execute(options(url_a, url_b, limit=60)))
+    verdict = judged.comparisons[0].verdict
+    assert verdict.state == "INVALID" and verdict.reasons[0].code == "truncated"
+    assert any("a baseline this low cannot support a claim" in w for w in verdict.warnings)
+    again = options(url_a, url_b, limit=60, allow_truncated=True, out=options(url_a, url_b).out / "2")
+    allowed = judge_run(run.execute(again))
+    assert allowed.comparisons[0].verdict.reasons[0].code == "baseline_too_low" and allowed.exit_code == 3
