@@ -126,7 +126,8 @@ def load_model(
     `dtype` is that of everything but the experts (the variant's), the router weight, its correction bias and
     the RoPE frequencies (FP32 always). A BF16 checkpoint is converted once where the variant needs FP8 or
     NVFP4 (`ensure_format`), a block FP8 one where it needs NVFP4; `bf16/reference` takes any format. Nothing is
-    fetched from a network and no code from the checkpoint is run. `attn_implementation` is a name known to transformers' AttentionInterface.
+    fetched from a network and no code from the checkpoint is run. `attn_implementation` is a name known to
+    transformers' AttentionInterface.
 
     Raises VariantError (unknown variant, or not supported here), FormatError, CheckpointError.
     """
