@@ -47,6 +47,18 @@ def explained(evidence: LayerEvidence) -> LayerEvidence:
     return replace(evidence, metrics={**evidence.metrics, "usually": means, "look at": look})
 
 
+def attributed(rows: Sequence[LayerEvidence]) -> list[LayerEvidence]:
+    """Kernel parity that fails only where other experts were chosen is routing's, if routing itself has moved."""
+    by_routing = any(e.layer == "routing" and e.moved for e in rows)
+    out = []
+    for e in rows:
+        if e.layer == "kernel" and e.moved and by_routing and e.metrics.get("cause") == "routing":
+            detail = f"agrees wherever the same experts were chosen; routing is what moved ({e.detail})"
+            e = replace(e, moved=False, detail=detail)
+        out.append(e)
+    return out
+
+
 def save(folder: Path, found: Mapping[str, Sequence[LayerEvidence]]) -> None:
     """Write the evidence per candidate name."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -40,6 +40,7 @@ class Sizes:
     long: int = 1
     answers: int = 100
     repeats: int = 10
+    max_tokens: int = 0  # of an answer; 0 takes the task's
     answer_caught: bool = True  # free-running answers also where an earlier layer has caught the fault
 
 
@@ -77,7 +78,7 @@ class Bench:
         self.faults: list[dict[str, Any]] = self._json("GET", "/selftest/faults")["faults"]
         s = self.sizes
         raw = self._spec.load(self._data, None)
-        sampling = Sampling(max_tokens=self._spec.max_tokens, concurrency=WIDTH)
+        sampling = Sampling(max_tokens=s.max_tokens or self._spec.max_tokens, concurrency=WIDTH)
         wanted = max(s.texts, s.answers)
         self.problems = data.select(raw, shots=0, limit=min(wanted, len(raw.test)), seed=sampling.seed)
         self._asks = lm.render(self._spec, self.problems, sampling)

@@ -44,9 +44,13 @@ class Row:
         """Harmful and caught, or benign and passed."""
         return bool(self.caught) == self.harmful
 
+    cause: str = ""  # "routing": kernel parity failed only where other experts were chosen
+
     @property
     def first(self) -> str | None:
-        """The cheapest layer that caught it."""
+        """The layer to name: routing where it explains what kernel parity saw, else the cheapest that caught it."""
+        if self.cause in self.caught:
+            return self.cause
         return next((x for x in LAYERS if x in self.caught), None)
 
 
@@ -79,6 +83,8 @@ def _kernel(row: Row, check: Mapping[str, Any]) -> None:
         bad = [f for f in findings if f["probe"] in probes and not f["ok"]]
         row.items[layer] = 0
         if bad:
+            if layer == "kernel" and all(f.get("cause") == "routing" for f in bad):
+                row.cause = "routing"
             names = sorted({f["probe"] for f in bad})
             peak = max(_number(f["value"]) for f in bad)
             size = "NaN" if math.isinf(peak) else f"{peak:.2g}"

@@ -45,6 +45,8 @@ def kernel_evidence(report: dict[str, Any]) -> tuple[list[LayerEvidence], str | 
         )
         worst = max((f["value"] for f in rows if f["probe"] == "parity" and isinstance(f["value"], float)), default=0.0)
         metrics: dict[str, float | int | str] = {"probes": len(rows), "failed": len(bad), "worst_calc_diff": worst}
+        if bad and all(f.get("cause") == "routing" for f in bad):
+            metrics["cause"] = "routing"
         found.append(LayerEvidence(layer, bool(bad), detail, metrics))
         infinite = [f for f in bad if f["probe"] == "parity" and not isinstance(f["value"], float | int)]
         if (layer == "contract" and bad) or infinite:
@@ -117,7 +119,7 @@ def _early_layers(
             why = forced.gross()
             if why:
                 gross[forced.name] = f"logprobs: {why}"
-    found = {name: [layers.explained(e) for e in rows] for name, rows in found.items()}
+    found = {name: [layers.explained(e) for e in layers.attributed(rows)] for name, rows in found.items()}
     layers.save(made.out, found)
     return found, gross
 
