@@ -1,8 +1,8 @@
 """A BF16 correction bias must end CHANGED with routing named, accuracy non-inferior.
 
-`python benchmarks/bias_change.py`: by default on ../shared/checkpoints/glm4moe-mini and its 1,319 held-out problems, for
-which design.md has other experts for 57/21/18/21/32 % of the tokens in layers 1 to 5, and no flips; `--model mini` is the
-embedded model. Exit code 0 when the verdict is that one.
+`python benchmarks/bias_change.py`: by default on ../shared/checkpoints/glm4moe-mini and its 1,319 held-out problems.
+For these design.md has other experts for 57/21/18/21/32 % of the tokens in layers 1 to 5, and no flips. `--model mini`
+is the embedded model. Exit code 0 when the verdict is that one.
 """
 
 from __future__ import annotations
