@@ -171,7 +171,7 @@ in {seconds} s: {texts} gold texts and {long} long one, {answers} free-running a
 
 [1] `moe_kernels/contract.py`: what the launchers demand. [2] The head of `moe_kernels/check.py`; probes are repeat,
 batch, padding, zero block, extreme logits. [3] A near tie is a gap of the selection keys below 2⁻⁸, BF16's step just
-below 1: BF16 logits, which kernels may take, flip 1 to 3 % of the tokens there. Benign changes flipped at most 0.02 %
+below 1: BF16 logits, which kernels may take, flip 1 to 3 % of the tokens there. Benign changes flipped none
 elsewhere, the mildest routing fault 10 %. [4] Benign changes gave at most 2e-4 on this model; llama.cpp's Q8_0, another
 format, has 1.4e-3 and Q4_K_M 0.031.
 

@@ -17,8 +17,8 @@ class Limits:
     """Calibrated on the embedded model and glm4moe-mini (docs/faults.md has every figure).
 
     - `beyond_ties`: share of tokens, in any MoE layer, whose expert set differs although the choice was no near tie.
-      Benign changes of a kernel (BF16 rows, BF16 logits, gate and up in E4M3, other summation order, 2 % noise) gave at
-      most 0.02 %, a BF16 bias 10 to 22 %, the mildest routing fault 12 %.
+      Benign changes of a kernel (BF16 rows, BF16 logits, gate and up in E4M3, other summation order, 2 % noise) gave
+      none, a BF16 bias 8 to 22 %, the mildest routing fault 12 %.
     - `kl_same`: mean KL, nats a token, when both servers hold the same weights, so that only arithmetic may differ.
       Benign changes gave at most 1.5e-4; llama.cpp's Q8_0, another format, has 1.4e-3.
     - `kl_other`: the same with different weights or formats: evals.md's tripwire of 0.02 (llama.cpp: Q6_K 0.0055,
