@@ -1,4 +1,4 @@
-"""The main job in one command: the kernel path before SGLang #28555 against the path after it, on items that can tell."""
+"""The main job in one command: the kernel path before SGLang #28555 against the path after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def arguments(model: str, data: str | None, limit: int | None) -> list[str]:
         task = "gsm8k"
         source = Path(data) if data else Path(model).resolve().parents[1] / "data" / "mini-heldout.jsonl"
         if not source.exists():
-            raise SystemExit(f"{source} does not exist; say which items to ask: make demo MODEL={model} DATA=items.jsonl")
+            print(f"{source} does not exist; name the items: make demo MODEL={model} DATA=items.jsonl", file=sys.stderr)
+            raise SystemExit(2)
         extra = ["--data", str(source)]
         # One file of items holds no training split to take shots from; a folder with train.jsonl does.
         extra += ["--shots", "5" if source.is_dir() else "0"]

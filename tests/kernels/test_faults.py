@@ -130,7 +130,10 @@ def test_nothing_of_a_normal_run_imports_the_faults() -> None:
     import subprocess
     import sys
 
-    code = "import sys, moe_kernels.hf, moe_kernels.check; print([m for m in sys.modules if m.startswith('moe_kernels.faults')])"
+    code = (
+        "import sys, moe_kernels.hf, moe_kernels.check\n"
+        "print([m for m in sys.modules if m.startswith('moe_kernels.faults')])"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
@@ -152,6 +155,58 @@ def test_check_command_prints_and_writes(models, tmp_path: Path, capsys: pytest.
     }
     assert main(["check", "fp8/emulated:bias=bf16", "--model", str(loaded.path), "--tokens", "64"]) == 1
     assert "kernel chose" in capsys.readouterr().out
+
+
+def test_a_bias_fault_is_put_down_to_routing(models) -> None:
+    loaded, _ = models["fp8"]
+    with inject(loaded, "bias_bf16"):
+        failed = quick(models, "fp8").failed()
+    assert failed and all(f.cause == "routing" for f in failed)
+    with inject(loaded, "noise_10"):
+        failed = quick(models, "fp8").failed("parity")
+    assert failed and not any(f.cause for f in failed)
+
+
+def test_contract_is_part_of_the_check(models) -> None:
+    loaded, refs = models["fp8"]
+    change = fault("dead_expert_scale").record
+    assert change is not None
+    report = check_model(loaded, refs, (8,), records=lambda layer: change(loaded.checkpoint.experts(layer)))
+    (finding,) = report.failed("contract")
+    assert "w13_scale" in finding.detail and finding.layer == 1
+    assert report.failed() == [finding]  # the kernels themselves were sound
+
+
+def test_near_tie_flips_are_left_out_of_parity(models) -> None:
+    """BF16 logits may decide a near tie; a router that flips such tokens only passes, and a far flip fails."""
+    from moe_kernels.check import NEAR_TIE
+    from moe_kernels.records import Routing
+    from moe_kernels.routing import near_tie_gap, selection_scores
+
+    loaded, refs = models["fp8"]
+    layer = loaded.model.model.layers[1].mlp.layer
+
+    def flipping(beyond: bool):
+        def route(logits: torch.Tensor) -> Routing:
+            right = type(layer).route(layer, logits)
+            _, keys = selection_scores(logits, layer.bias, layer.config)
+            gap = near_tie_gap(keys, layer.config.top_k, torch.float32).gap
+            flip = gap >= NEAR_TIE if beyond else gap < NEAR_TIE
+            ids = right.ids.clone()
+            fifth = keys.sort(dim=-1, descending=True).indices[:, layer.config.top_k]
+            ids[flip, -1] = fifth[flip]
+            return Routing(ids, right.weights)
+
+        return route
+
+    for beyond, ok in ((False, True), (True, False)):
+        report = CheckReport("x")
+        layer.route = flipping(beyond)
+        try:
+            compare_layer(layer, refs[1], (128,), report)
+        finally:
+            del layer.route
+        assert all(f.ok is ok for f in report.findings if f.probe == "parity"), beyond
 
 
 def test_a_worst_token_is_named(models) -> None:
