@@ -17,8 +17,8 @@ from service.config import ConfigError, EngineConfig
 from service.engine.checks import check_request
 from service.engine.counters import Counters
 from service.engine.kv_cache import BlockPool
-from service.engine.output import apply_token, collect_prompt_logprobs, sampling_row, take_event
-from service.engine.routing import unpacked
+from service.engine.output import apply_token, collect_prompt_logprobs, eos_ids, sampling_row, take_event
+from service.engine.routing import keep_routing, unpacked
 from service.engine.runner import Loaded, ModelRunner
 from service.engine.sampler import sample
 from service.engine.scheduler import Chunk, Scheduler
@@ -65,7 +65,7 @@ class Engine:
         self.pool = BlockPool(blocks)
         self.runner = ModelRunner(loaded, blocks, config.kv_block)
         self.scheduler = Scheduler(config, self.pool)
-        self.eos_ids = _eos_ids(loaded.model, tokenizer)
+        self.eos_ids = eos_ids(loaded.model, tokenizer)
         self._live: dict[str, Sequence] = {}
         self._inbox: deque[tuple[str, Any]] = deque()
         self._wake = threading.Condition()
@@ -224,7 +224,7 @@ class Engine:
         if any(chunk.sequence.params.return_routing for chunk in chunks):
             with self.runner.routing.capture() as ids:
                 hidden = self.runner.hidden(batch)
-            self._keep_routing(batch, ids())
+            keep_routing(batch, ids())
         else:
             hidden = self.runner.hidden(batch)
         last_rows, due = [], []
@@ -272,17 +272,6 @@ class Engine:
                 self.counters.cancelled += 1
                 self.scheduler.finish(sequence)
 
-    def _keep_routing(self, batch: Any, ids: torch.Tensor) -> None:
-        for chunk, start in zip(batch.chunks, batch.starts, strict=True):
-            sequence = chunk.sequence
-            if not sequence.params.return_routing:
-                continue
-            if sequence.routing is None:
-                length = sequence.prompt_length + max(sequence.params.max_tokens, 1)
-                sequence.routing = torch.zeros((length, *ids.shape[1:]), dtype=torch.int16)
-            rows = ids[start : start + chunk.count].cpu()
-            sequence.routing[sequence.computed : sequence.computed + chunk.count] = rows
-
     # ---- failures ---------------------------------------------------------------------------------------------------
 
     def _fail_non_finite(self, sequence: Sequence) -> None:
@@ -319,15 +308,3 @@ class Engine:
     def _fail_all(self, error: EngineError) -> None:
         for sequence in list(self._live.values()):
             self._fail(sequence, error)
-
-
-def _eos_ids(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """Every end-of-sequence id named by generation_config.json, config.json or the tokenizer."""
-    found: set[int] = set()
-    for source in (getattr(model, "generation_config", None), model.config):
-        value = getattr(source, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
-    if tokenizer is not None and tokenizer.eos_id is not None:
-        found.add(tokenizer.eos_id)
-    return frozenset(found)
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from service.engine.runner import ModelRunner
 from service.engine.sampler import Row, describe
 from service.engine.sequence import Sequence
 from service.engine.types import StepEvent, TokenOutput
+from service.tokenizer import Tokenizer
 
 SLICE_ELEMENTS = 1 << 22  # prompt logits are made in slices of at most this many FP32 values (16 MiB)
 
@@ -80,3 +83,15 @@ def collect_prompt_logprobs(runner: ModelRunner, sequence: Sequence, count: int,
         logprobs = runner.logits(hidden[row : row + end - target]).log_softmax(-1)
         chosen = torch.tensor(sequence.ids[target:end], device=hidden.device)
         known.extend(describe(logprobs, chosen, [top] * (end - target)))
+
+
+def eos_ids(model: Any, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Every end-of-sequence id named by generation_config.json, config.json or the tokenizer."""
+    found: set[int] = set()
+    for source in (getattr(model, "generation_config", None), model.config):
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    if tokenizer is not None and tokenizer.eos_id is not None:
+        found.add(tokenizer.eos_id)
+    return frozenset(found)
+

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from service.engine.batch import Batch
 from service.engine.types import RoutingResult
 
 
@@ -62,3 +63,16 @@ def _packed(ids: Tensor, gaps: Tensor | None) -> Tensor:
 def unpacked(rows: Tensor, layers: tuple[int, ...]) -> RoutingResult:
     """Inverse of the packing above."""
     return RoutingResult(rows[..., :-1], layers, rows[..., -1].contiguous().view(torch.float16))
+
+
+def keep_routing(batch: Batch, rows: Tensor) -> None:
+    """File a step's captured rows [T, MoE layers, top_k + 1] under the sequences that asked for them, by position."""
+    for chunk, start in zip(batch.chunks, batch.starts, strict=True):
+        sequence = chunk.sequence
+        if not sequence.params.return_routing:
+            continue
+        if sequence.routing is None:
+            length = sequence.prompt_length + max(sequence.params.max_tokens, 1)
+            sequence.routing = torch.zeros((length, *rows.shape[1:]), dtype=torch.int16)
+        part = slice(sequence.computed, sequence.computed + chunk.count)
+        sequence.routing[part] = rows[start : start + chunk.count].cpu()
