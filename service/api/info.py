@@ -52,6 +52,7 @@ async def model(model_id: str, request: Request) -> Response:
 
 
 @router.get("/health")
+@router.head("/health", include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 when requests will be answered; 503 while loading, draining, or after a fatal error."""
     service = _service(request)
@@ -70,6 +71,7 @@ async def ping(request: Request) -> Response:
 
 
 @router.get("/version")
+@router.head("/version", include_in_schema=False)
 async def versions() -> Response:
     """This package's version."""
     return Json({"version": version("moe-parity")})
@@ -109,6 +111,7 @@ async def server_info(request: Request) -> Response:
 
 
 @router.get("/metrics")
+@router.head("/metrics", include_in_schema=False)
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
     return Response(_service(request).metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from service.errors import StartupError
 
 REQUEST_TIMEOUT = 60.0  # from the first byte of a connection or request to the end of the request's body
+KEEP_ALIVE = 75  # longer than clients keep an idle connection (aiohttp 15 s), else a reused one may just have closed
 WRITE_TIMEOUT = 60.0  # how long a client may read nothing while data waits for it
 
 
@@ -133,6 +134,7 @@ def config(app: Any, drain_seconds: float) -> uvicorn.Config:
         http=protocol_class(),
         lifespan="on",
         backlog=2048,
+        timeout_keep_alive=KEEP_ALIVE,
         server_header=False,
         timeout_graceful_shutdown=max(1, round(drain_seconds) + 5),
     )

@@ -24,6 +24,7 @@ _REFRESH = 5
 
 
 @router.get("/", include_in_schema=False)
+@router.head("/", include_in_schema=False)
 async def status(request: Request) -> Response:
     """Model, variant, queue, throughput, KV use, recent requests (never their text)."""
     service: Service = request.app.state.service

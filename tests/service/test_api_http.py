@@ -61,6 +61,9 @@ def test_unknown_paths_methods_and_models(server: FakeServer) -> None:
         wrong = client.get("/v1/completions")
         assert refusal(wrong, 405)["type"] == "invalid_request_error" and wrong.headers["allow"] == "POST"
         assert refusal(client.delete("/health"), 405)
+        for path in ("/", "/health", "/metrics"):
+            head = client.head(path)
+            assert head.status_code == 200 and head.content == b""
         error = refusal(client.post("/v1/completions", json={"model": "gpt", "prompt": "a"}), 404)
         assert error["param"] == "model" and error["code"] == "model_not_found" and "'fake'" in error["message"]
         assert refusal(client.get("/v1/models/gpt"), 404)
