@@ -183,7 +183,7 @@ def compare_layer(layer: MoELayer, reference: Reference, sweep: Sequence[int], r
             value = calc_diff(got[rows], target[rows]) if bool(rows.any()) else 0.0
             ok = value < limit
             detail = f"against the {against}" if ok else _worst(against, got, target, chosen, routing)
-            cause = "" if ok else _cause(got, target, chosen, routing, limit)
+            cause = "" if ok else _cause(got, want, chosen, routing, EMULATION_LIMIT * slack)
             report.findings.append(Finding(reference.index, "parity", tokens, ok, value, limit, detail, cause))
     _probes(layer, reference, report)
 
