@@ -155,7 +155,8 @@ def _serve(service: Service, options: Options, path: Path, sock: socket.socket) 
     server.on_signal = drain
     loader = threading.Thread(target=load_in_background, name="loader", daemon=True)
     loader.start()
-    asyncio.run(server.serve([sock]))
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:  # uvloop where installed
+        runner.run(server.serve([sock]))
     for thread in drains:
         thread.join(options.drain_seconds + 5)
     if failure:

@@ -14,7 +14,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from service.errors import StartupError
 
-REQUEST_TIMEOUT = 60.0  # from the first byte of a connection or request to the end of the request's body
+REQUEST_TIMEOUT = 60.0  # how long a client may send nothing of a request it owes
+SLOWEST_REQUEST = 10  # times that: how long a request may take to arrive, however steadily it trickles
 KEEP_ALIVE = 75  # longer than clients keep an idle connection (aiohttp 15 s), else a reused one may just have closed
 WRITE_TIMEOUT = 60.0  # how long a client may read nothing while data waits for it
 
@@ -24,13 +25,16 @@ def protocol_class(
 ) -> type[HttpToolsProtocol]:
     """uvicorn's HTTP protocol with two timers it lacks, so that half-open and stalled connections end.
 
-    A connection that has not sent a whole request within `request_timeout` seconds is closed, and one that reads
-    nothing of its answer for `write_timeout` seconds is aborted, which the route sees as a disconnect.
+    A connection that owes us (the rest of) a request and sends nothing for `request_timeout` seconds is aborted, and
+    so is one that takes nothing of its answer for `write_timeout` seconds, which the route sees as a disconnect. Time
+    in which we do not read, because the earlier part of the body is not consumed yet, is not held against the client.
     """
 
     class GuardedProtocol(HttpToolsProtocol):
         _request_timer: asyncio.TimerHandle | None = None
         _write_timer: asyncio.TimerHandle | None = None
+        _last_data = 0.0
+        _deadline = 0.0
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -38,10 +42,12 @@ def protocol_class(
 
         def connection_lost(self, exc: Exception | None) -> None:
             _stop(self._request_timer)
-            self._request_timer = None
             _stop(self._write_timer)
-            self._write_timer = None
             super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            self._last_data = self.loop.time()
+            super().data_received(data)
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -64,7 +70,19 @@ def protocol_class(
             super().resume_writing()
 
         def _expect_request(self) -> None:
-            self._request_timer = self.loop.call_later(request_timeout, self.transport.abort)
+            self._last_data = self.loop.time()
+            self._deadline = self._last_data + SLOWEST_REQUEST * request_timeout
+            self._request_timer = self.loop.call_later(request_timeout, self._check_request)
+
+        def _check_request(self) -> None:
+            now = self.loop.time()
+            if self.flow.read_paused:
+                self._last_data = now
+            left = min(self._last_data + request_timeout, self._deadline) - now
+            if left <= 0:
+                self.transport.abort()
+            else:
+                self._request_timer = self.loop.call_later(left, self._check_request)
 
     return GuardedProtocol
 

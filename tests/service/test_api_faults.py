@@ -125,6 +125,27 @@ def test_half_open_and_stalled_connections_end(fake_server: Any) -> None:
             time.sleep(0.2)
 
 
+def test_slow_but_steady_requests_are_served_trickling_ones_end(fake_server: Any) -> None:
+    server: FakeServer = fake_server(timeouts={"request_timeout": 0.4})
+    port = int(server.url.rsplit(":", 1)[1])
+    body = json.dumps({"prompt": "a" * 30, "max_tokens": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", port)) as sock:  # 1.2 s in all, never silent for 0.4 s
+        for at in range(0, len(body) + 4, 9):
+            whole = head.encode() + b"\r\n\r\n" + body
+            start = 0 if at == 0 else len(head) + at
+            sock.sendall(whole[start : len(head) + at + 9])
+            time.sleep(0.2)
+        assert sock.recv(100).startswith(b"HTTP/1.1 200")
+    with socket.create_connection(("127.0.0.1", port)) as sock, pytest.raises((ConnectionError, TimeoutError)):
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\n")  # a header for ever, byte by byte
+        began = time.monotonic()
+        while time.monotonic() - began < 10:
+            sock.sendall(b"x")
+            time.sleep(0.1)
+    assert 3 < time.monotonic() - began < 9
+
+
 def test_a_reader_that_stops_reading_is_dropped(fake_server: Any) -> None:
     server: FakeServer = fake_server(timeouts={"write_timeout": 0.5}, max_model_len=50_000)
     payload = json.dumps({"prompt": "a", "max_tokens": 40_000, "stream": True, "logprobs": 5}).encode()
