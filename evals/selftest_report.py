@@ -164,16 +164,19 @@ in {seconds} s: {texts} gold texts and {long} long one, {answers} free-running a
 |---|---|---|
 | contract | a scale is not finite, zero or tiny; routing parameters outside the launcher's rules | [1] |
 | kernel | calc_diff ≥ 1.5e-3 to the emulation, ≥ 4e-3 (FP8) or 5e-2 (NVFP4) to the FP32 oracle; a probe fails | [2] |
-| routing | > 0.5 % of the tokens of a layer go to other experts although the choice was no near tie | [3] |
-| logprobs | mean KL > 5e-4 nats a token with equal weights, > 0.02 otherwise; top-1 changed for > 2 %; NaN | [4] |
+| routing | > 2 % of the tokens of a layer go to other experts although the choice was no near tie | [3] |
+| logprobs | mean KL > 0.005 nats a token with equal weights, > 0.02 otherwise; top-1 changed for > 2 %; NaN | [4] |
 | length | completion length outside 0.9–1.1 (interval), cut or empty answers differ | MLPerf's rule |
 | accuracy | a regression is shown (mid-p < 0.05, not non-inferior at 1.5 points) | docs/statistics.md |
 
-[1] `moe_kernels/contract.py`: what the launchers demand. [2] The head of `moe_kernels/check.py`; probes are repeat,
+[1] `moe_kernels/check_static.py`: what the launchers demand; RoPE frequencies are the config's in FP32.
+[2] The head of `moe_kernels/check.py`; probes are repeat,
 batch, padding, zero block, extreme logits. [3] A near tie is a gap of the selection keys below 2⁻⁸, BF16's step just
 below 1: BF16 logits, which kernels may take, flip 1 to 3 % of the tokens there. Benign changes flipped none
-elsewhere, the mildest routing fault 10 %. [4] Benign changes gave at most 2e-4 on this model; llama.cpp's Q8_0, another
-format, has 1.4e-3 and Q4_K_M 0.031.
+elsewhere on this model and at most 0.7 % on glm4moe-mini; the mildest routing fault 10 %. [4] Benign changes gave at
+most 2e-4 on this model, and 2.1e-3 on glm4moe-mini for texts four times as long as it was trained on; llama.cpp's
+Q8_0 has 1.4e-3, Q4_K_M 0.031. RoPE in BF16 gave 9e-4 and 8e-3: logprobs alone cannot tell it from rounding on every
+model, so its frequencies are compared with the config's.
 
 Limits of routing and logprobs rise to five times what the baseline shows against itself at another concurrency.
 

@@ -41,7 +41,7 @@ def kernel_evidence(report: dict[str, Any]) -> tuple[list[LayerEvidence], str | 
         bad = [f for f in rows if not f["ok"]]
         probes = sorted({f["probe"] for f in bad})
         detail = f"{len(rows)} probes pass" if not bad else (
-            f"{len(bad)} of {len(rows)} probes fail ({', '.join(probes)}); layer {bad[0]['layer']}: {bad[0]['detail']}"
+            f"{len(bad)} of {len(rows)} probes fail ({', '.join(probes)}); {_place(bad[0])}: {bad[0]['detail']}"
         )
         worst = max((f["value"] for f in rows if f["probe"] == "parity" and isinstance(f["value"], float)), default=0.0)
         metrics: dict[str, float | int | str] = {"probes": len(rows), "failed": len(bad), "worst_calc_diff": worst}
@@ -52,6 +52,10 @@ def kernel_evidence(report: dict[str, Any]) -> tuple[list[LayerEvidence], str | 
         if (layer == "contract" and bad) or infinite:
             gross = f"{layer}: {(infinite or bad)[0]['detail']}"
     return found, gross
+
+
+def _place(finding: dict[str, Any]) -> str:
+    return "whole model" if finding["layer"] < 0 else f"layer {finding['layer']}"
 
 
 def _kernels(made: RunOptions, arm: ArmSpec, say: Say) -> tuple[list[LayerEvidence], str | None]:

@@ -274,7 +274,7 @@ def agreement(beyond: int, near: int = 0, tokens: int = 1000) -> list[Any]:
     return total.by_layer()
 
 
-@pytest.mark.parametrize(("beyond", "near", "moved"), [(0, 0, False), (0, 300, False), (5, 0, False), (6, 0, True)])
+@pytest.mark.parametrize(("beyond", "near", "moved"), [(0, 0, False), (0, 300, False), (20, 0, False), (21, 0, True)])
 def test_routing_moves_by_flips_beyond_near_ties_only(beyond: int, near: int, moved: bool) -> None:
     assert routing_evidence(agreement(beyond, near), None, Limits()).moved is moved
 
@@ -285,8 +285,8 @@ def test_a_noisy_baseline_raises_the_routing_limit() -> None:
 
 
 def test_without_gaps_near_ties_are_allowed_for() -> None:
-    assert routing_evidence(agreement(40), None, Limits(), gaps_known=False).moved is False
-    assert routing_evidence(agreement(200), None, Limits(), gaps_known=False).moved is True
+    assert routing_evidence(agreement(150), None, Limits(), gaps_known=False).moved is False
+    assert routing_evidence(agreement(250), None, Limits(), gaps_known=False).moved is True
 
 
 def divergence(shift: float, tokens: int = 400) -> Any:
@@ -299,8 +299,8 @@ def divergence(shift: float, tokens: int = 400) -> Any:
 
 
 def test_logprobs_move_by_kl_and_stricter_with_equal_weights() -> None:
-    small = divergence(0.2)
-    assert 5e-4 < small.mean_kl < 0.02
+    small = divergence(0.6)
+    assert 5e-3 < small.mean_kl < 0.02
     assert logprob_evidence({"gold": small}, None, True, Limits()).moved
     other = logprob_evidence({"gold": small}, None, False, Limits(top1=0.9))
     assert not other.moved and other.metrics["gold_mean_kl"] == small.mean_kl

@@ -177,6 +177,14 @@ def test_contract_is_part_of_the_check(models) -> None:
     assert report.failed() == [finding]  # the kernels themselves were sound
 
 
+def test_rounded_rope_frequencies_break_the_contract(models) -> None:
+    loaded, refs = models["fp8"]
+    with inject(loaded, "rope_bf16"):
+        (finding,) = check_model(loaded, refs, (8,)).failed()
+    assert finding.probe == "contract" and "inv_freq differs" in finding.detail
+    assert check_model(loaded, refs, (8,)).ok
+
+
 def test_near_tie_flips_are_left_out_of_parity(models) -> None:
     """BF16 logits may decide a near tie; a router that flips such tokens only passes, and a far flip fails."""
     from moe_kernels.check import NEAR_TIE
