@@ -67,6 +67,10 @@ def token_ids(path: Path, text: str, vocab: int) -> list[int]:
     return Tokenizer.from_file(str(path / "tokenizer.json")).encode(text).ids
 
 
+def _place(layer: int) -> str:
+    return "model" if layer < 0 else str(layer)
+
+
 def print_report(report) -> None:  # type: ignore[no-untyped-def]
     """One row a layer and probe: the worst value against its limit, then the details of what failed."""
     from rich.console import Console
@@ -85,11 +89,11 @@ def print_report(report) -> None:  # type: ignore[no-untyped-def]
         worst = max(found, key=lambda f: f.value)
         bad = sorted({f.tokens for f in found if not f.ok})
         mark = f"FAILED at M = {', '.join(map(str, bad))}" if bad else "ok"
-        table.add_row(str(layer), probe, against, f"{worst.value:.2g}", f"{worst.limit:.2g}", mark)
+        table.add_row(_place(layer), probe, against, f"{worst.value:.2g}", f"{worst.limit:.2g}", mark)
     console = Console()
     console.print(table)
     for finding in report.failed()[:12]:
-        console.print(f"layer {finding.layer}, {finding.probe}, M = {finding.tokens}: {finding.detail}", markup=False)
+        console.print(f"layer {_place(finding.layer)}, {finding.probe}, M = {finding.tokens}: {finding.detail}", markup=False)
     if len(report.failed()) > 12:
         console.print(f"... and {len(report.failed()) - 12} more (--json FILE lists all)")
     console.print("PASS" if report.ok else "FAIL", style="bold green" if report.ok else "bold red")
