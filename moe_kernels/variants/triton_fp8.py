@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import triton
 from torch import Tensor
 
 from moe_kernels.errors import VariantError
@@ -12,6 +15,11 @@ from moe_kernels.variants.triton import pipeline
 from moe_kernels.variants.triton.config import GemmConfig, lookup
 
 MAX_EXPERTS = 512
+
+
+def gluon_tested() -> bool:
+    """The warp-specialised kernel was built and run with Triton 3.6; 3.9 does not compile it."""
+    return triton.__version__.startswith("3.6.")
 
 
 def check_common(name: str, config: RoutingConfig, bias: Tensor | None) -> None:
@@ -65,7 +73,15 @@ class Fp8TritonLayer(MoELayer):
 
     def gemm_config(self, tokens: int) -> GemmConfig:
         """The launch parameters used for `tokens` rows."""
-        return self.override or lookup(self.shape, tokens, self.device_name, self.sm)
+        if self.override:
+            return self.override
+        config = lookup(self.shape, tokens, self.device_name, self.sm)
+        return config if gluon_tested() else replace(config, special1=False, special2=False)  # the same bits
+
+    def resolved(self) -> str:
+        """The variant, and that the plain GEMM replaces the warp-specialised one where Gluon is untested."""
+        note = "" if gluon_tested() else f" (plain GEMMs: Gluon of Triton {triton.__version__} is untested)"
+        return f"{self.spec}{note}"
 
     def routing_bias(self) -> Tensor | None:
         """The bias as the routing kernel gets it; with `bias=bf16` the cast is a launch, as it was."""
