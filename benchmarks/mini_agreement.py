@@ -90,12 +90,17 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=int, default=None)
-    parser.add_argument("--stock", type=Path, default=None)
+    parser.add_argument("--stock", type=Path, default=None, help="answers written by evals.mini.evaluate --out")
+    parser.add_argument("--service", type=Path, default=None, help="answers of an earlier run (a JSON list of texts)")
     options = parser.parse_args()
     model = resolve("mini")
     rows = load()[: options.limit]
     prompts = [prompt(r["question"]) for r in rows]
-    ours, seconds = ask_service(prompts, MAX_NEW_TOKENS)
+    seconds: float | None = None
+    if options.service:
+        ours = json.loads(options.service.read_text())[: len(prompts)]
+    else:
+        ours, seconds = ask_service(prompts, MAX_NEW_TOKENS)
     began = time.time()
     if options.stock:
         known = {r["question"]: r["text"] for r in map(json.loads, options.stock.read_text().splitlines())}
@@ -114,7 +119,7 @@ def main() -> None:
         right = {k: extract(t[i]) == extract(rows[i]["answer"]) for k, t in (("ours", ours), ("stock", stock))}
         details.append({"item": i, "right": right, **explain(prompts[i], ours[i], stock[i], models, tokenizer)})
     result = {
-        "items": len(rows), "dataset_sha256": sha256(rows), "service_seconds": round(seconds, 1),
+        "items": len(rows), "dataset_sha256": sha256(rows), "service_seconds": round(seconds, 1) if seconds else None,
         "stock_seconds": stock_seconds, "service": score(rows, ours), "stock": score(rows, stock),
         "texts_differ": len(differing), "flips": sum(d["right"]["ours"] != d["right"]["stock"] for d in details),
         "torch": torch.__version__, "differences": details,
