@@ -93,7 +93,8 @@ def print_report(report) -> None:  # type: ignore[no-untyped-def]
     console = Console()
     console.print(table)
     for finding in report.failed()[:12]:
-        console.print(f"layer {_place(finding.layer)}, {finding.probe}, M = {finding.tokens}: {finding.detail}", markup=False)
+        where = f"layer {_place(finding.layer)}, {finding.probe}, M = {finding.tokens}"
+        console.print(f"{where}: {finding.detail}", markup=False)
     if len(report.failed()) > 12:
         console.print(f"... and {len(report.failed()) - 12} more (--json FILE lists all)")
     console.print("PASS" if report.ok else "FAIL", style="bold green" if report.ok else "bold red")
