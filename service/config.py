@@ -19,7 +19,8 @@ class EngineConfig:
     cut to what the KV cache holds. `kv_block` tokens a block; `kv_blocks` blocks in all (None: enough for `max_seqs`
     sequences of average length, see `LoadedSizes`). `max_batch_tokens` tokens forwarded in one step; a longer prompt is
     prefilled in chunks. `max_seqs` sequences running at once. `max_waiting` requests queued before QueueFull.
-    `max_logprobs` bounds `logprobs` and `prompt_logprobs`.
+    `max_logprobs` bounds `logprobs` and `prompt_logprobs`. `cuda_graph` decodes by CUDA graphs where device and kernels
+    allow (no effect elsewhere). `forward`: "transformers", "own" (`service.gpu`), or "auto": own on a GPU.
     """
 
     max_model_len: int | None = None
@@ -30,7 +31,8 @@ class EngineConfig:
     max_waiting: int = 4096
     max_logprobs: int = 100
     prefix_cache: bool = False
-    cuda_graph: bool = False
+    cuda_graph: bool = True
+    forward: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_block", "kv_blocks", "max_batch_tokens", "max_seqs", "max_waiting"):
@@ -39,5 +41,7 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs must be at least 0, got {self.max_logprobs}")
+        if self.forward not in ("auto", "transformers", "own"):
+            raise ConfigError(f"forward must be auto, transformers or own, got '{self.forward}'")
         if self.prefix_cache:
             raise ConfigError("prefix_cache is not available: evaluation runs never share computed prefixes")

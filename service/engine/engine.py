@@ -17,10 +17,10 @@ from service.config import ConfigError, EngineConfig
 from service.engine.checks import check_request
 from service.engine.counters import Counters
 from service.engine.kv_cache import BlockPool
+from service.engine.flight import Flight
 from service.engine.output import apply_token, collect_prompt_logprobs, eos_ids, sampling_row, take_event
 from service.engine.routing import keep_routing, unpacked
-from service.engine.runner import Loaded, ModelRunner
-from service.engine.sampler import sample
+from service.engine.runner import Loaded, default_blocks, make_runner
 from service.engine.scheduler import Chunk, Scheduler
 from service.engine.sequence import Sequence
 from service.engine.text import TextStream
@@ -39,7 +39,6 @@ from service.tokenizer import Tokenizer
 log = logging.getLogger("service.engine")
 Sink = Callable[[StepEvent], None]
 
-DEFAULT_BLOCKS = 1024
 MAX_FAILED_STEPS = 3  # in a row: then the engine declares itself unhealthy instead of failing requests for ever
 PROMPT_TAIL = 8  # prompt tokens the detokeniser starts from, for tokenizers whose text depends on the left context
 
@@ -55,15 +54,14 @@ class Engine:
         if config.max_model_len and config.max_model_len > positions:
             raise ConfigError(f"max_model_len {config.max_model_len} exceeds the model's {positions} positions")
         wanted = config.max_model_len or positions
-        blocks = config.kv_blocks or max(DEFAULT_BLOCKS, -(-config.max_model_len // config.kv_block)
-                                         if config.max_model_len else 0)
+        blocks = config.kv_blocks or default_blocks(loaded, config, positions)
         self.max_model_len = min(wanted, blocks * config.kv_block)
         if config.max_model_len and self.max_model_len < config.max_model_len:
             raise ConfigError(
                 f"kv_blocks {blocks} x kv_block {config.kv_block} hold {blocks * config.kv_block} tokens, fewer than "
                 f"max_model_len {config.max_model_len}: raise kv_blocks or lower max_model_len")
         self.pool = BlockPool(blocks)
-        self.runner = ModelRunner(loaded, blocks, config.kv_block)
+        self.runner = make_runner(loaded, blocks, config, self.max_model_len)
         self.scheduler = Scheduler(config, self.pool)
         self.eos_ids = eos_ids(loaded.model, tokenizer)
         self._live: dict[str, Sequence] = {}
@@ -75,6 +73,7 @@ class Engine:
         self._queued = 0  # submitted and not yet admitted
         self._arrivals = 0
         self._failed_steps = 0
+        self._flight: Flight | None = None  # launched, its tokens not read yet
         self._fatal: BaseException | None = None
         self.counters = Counters()
 
@@ -169,7 +168,8 @@ class Engine:
     def _loop(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._stopping or self.scheduler.running or self.scheduler.waiting):
+                while not (self._inbox or self._stopping or self._flight or self.scheduler.running
+                           or self.scheduler.waiting):
                     self._wake.wait()
                 messages, self._inbox = self._inbox, deque()
                 stopping = self._stopping
@@ -204,21 +204,42 @@ class Engine:
     def step(self) -> None:
         """One step over whatever is scheduled; an exception fails the requests of the step, not the engine."""
         began = time.perf_counter()
+        if self._flight is not None and not self.scheduler.roomy():
+            self._finish_flight()  # somebody may be preempted, and must then know all of its tokens
         chunks = self.scheduler.schedule()
         self._queued = len(self.scheduler.waiting) + len(self._inbox)
         try:
             if self.scheduler.dirty:
                 self.runner.kv.zero(self.scheduler.dirty)
                 self.scheduler.dirty.clear()
-            if chunks:
-                self._run(chunks)
+            flight = self._launch(chunks) if chunks else None
         except Exception as error:
-            self._step_failed(chunks, error)
+            self._step_failed([(chunk.sequence, chunk.count) for chunk in chunks], error)
+            self._finish_flight()
         else:
-            self._failed_steps = 0
+            if self.runner.overlapped:
+                # The device computes this step while the host reads the last one's tokens.
+                self._finish_flight(flight)
+            elif flight is not None:
+                self._land(flight)
         self.counters.stepped(time.perf_counter() - began)
 
-    def _run(self, chunks: list[Chunk]) -> None:
+    def _launch(self, chunks: list[Chunk]) -> Flight:
+        """Start a step; sequences due for a token get it when the flight lands."""
+        flight = Flight()
+        packed, decoding = self.runner.split(chunks)
+        if packed:
+            self._launch_packed(packed, flight)
+        if decoding:
+            for chunk in decoding:
+                chunk.sequence.computed += 1
+            due = [chunk.sequence for chunk in decoding]
+            flight.add(due, self.runner.decode(decoding, [sampling_row(sequence, self.eos_ids) for sequence in due]))
+        for sequence in flight.due:
+            sequence.inflight += 1
+        return flight
+
+    def _launch_packed(self, chunks: list[Chunk], flight: Flight) -> None:
         batch = self.runner.pack(chunks)
         chunks = batch.chunks
         if any(chunk.sequence.params.return_routing for chunk in chunks):
@@ -234,22 +255,42 @@ class Engine:
                 collect_prompt_logprobs(self.runner, sequence, chunk.count, start, hidden)
             self.counters.prompt += max(0, min(sequence.prompt_length - sequence.computed, chunk.count))
             sequence.computed += chunk.count
-            if sequence.computed == len(sequence.ids):
+            if sequence.computed == sequence.known:
                 last_rows.append(start + chunk.count - 1)
                 due.append(sequence)
-        if not due:
+        if due:
+            logits = self.runner.logits(hidden, torch.tensor(last_rows, device=hidden.device))
+            flight.add(due, self.runner.sample(logits, [sampling_row(sequence, self.eos_ids) for sequence in due], due))
+
+    def _finish_flight(self, following: Flight | None = None) -> None:
+        """Read the tokens of the step that is in flight; `following` is in flight from now on."""
+        flight, self._flight = self._flight, following
+        if flight is not None:
+            self._land(flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Give every sequence of a flight its token; those that ended meanwhile get none."""
+        try:
+            tokens = flight.read()
+        except Exception as error:
+            self._step_failed([(sequence, 0) for sequence in flight.due], error)
             return
-        logits = self.runner.logits(hidden, torch.tensor(last_rows, device=hidden.device))
-        tokens = sample(logits, [sampling_row(sequence, self.eos_ids) for sequence in due])
+        self._failed_steps = 0
         made = 0
-        for sequence, token in zip(due, tokens, strict=True):
+        for sequence, token in zip(flight.due, tokens, strict=True):
+            sequence.inflight -= 1
+            if self._live.get(sequence.request_id) is not sequence:
+                continue  # ended or cancelled while this token was computed
             if token is None:
                 self._fail_non_finite(sequence)
                 continue
-            sequence.checked = sequence.computed
+            sequence.checked = sequence.computed - sequence.inflight
             if sequence.params.max_tokens > 0:
                 made += 1
-            self._report(sequence, apply_token(sequence, token, self.eos_ids))
+            try:
+                self._report(sequence, apply_token(sequence, token, self.eos_ids))
+            except Exception as error:
+                self._step_failed([(sequence, 0)], error)
         self.counters.made(made)
 
     def _report(self, sequence: Sequence, event: StepEvent) -> None:
@@ -258,7 +299,7 @@ class Engine:
             self.scheduler.finish(sequence)
             self.counters.finished += 1
             if sequence.routing is not None:
-                event.routing = unpacked(sequence.routing[: sequence.computed], self.runner.routing.layers)
+                event.routing = unpacked(sequence.routing[: len(sequence.ids) - bool(sequence.generated)], self.runner.routing.layers)
         ready = take_event(sequence, event)
         if ready is not None:
             self._send(sequence, ready)
@@ -276,7 +317,7 @@ class Engine:
 
     def _fail_non_finite(self, sequence: Sequence) -> None:
         sequence.checked = 0  # its blocks hold NaN: wipe them
-        position, where = sequence.computed - 1, "not found"
+        position, where = len(sequence.ids) - 1, "not found"
         try:
             where = self.runner.first_bad_layer(sequence, self.config.max_batch_tokens)
         except Exception:
@@ -285,13 +326,13 @@ class Engine:
             f"request {sequence.request_id}: the model's logits at position {position} are NaN or infinite; "
             f"first non-finite output: {where}"))
 
-    def _step_failed(self, chunks: list[Chunk], error: Exception) -> None:
+    def _step_failed(self, parts: list[tuple[Sequence, int]], error: Exception) -> None:
+        """Fail the sequences of a step; each part is a sequence and the tokens whose KV may be half written."""
         self._failed_steps += 1
-        log.exception("engine step failed with %d sequences", len(chunks))
-        for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.computed, sequence.checked = sequence.computed + chunk.count, 0  # unknown contents: wipe
-            if sequence.request_id in self._live:
+        log.exception("engine step failed with %d sequences", len(parts), exc_info=error)
+        for sequence, count in parts:
+            sequence.computed, sequence.checked = sequence.computed + count, 0  # unknown contents: wipe
+            if self._live.get(sequence.request_id) is sequence:
                 self._fail(sequence, EngineError(
                     f"request {sequence.request_id}: the engine step failed: {type(error).__name__}: {error}"))
         if self._failed_steps >= MAX_FAILED_STEPS:

@@ -20,9 +20,10 @@ def sampling_row(sequence: Sequence, eos_ids: frozenset[int]) -> Row:
     """What the sampler needs to know of a sequence that is due for a token."""
     params = sequence.params
     banned: tuple[int, ...] = ()
-    if sequence.generated < params.min_tokens:
+    position = sequence.generated + sequence.inflight
+    if position < params.min_tokens:
         banned = tuple(eos_ids.union(params.stop_token_ids))
-    return Row(params, sequence.seed, sequence.generated, banned)
+    return Row(params, sequence.seed, position, banned)
 
 
 def apply_token(sequence: Sequence, token: TokenOutput, eos_ids: frozenset[int]) -> StepEvent:

@@ -11,15 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from service import attention
+from service.config import EngineConfig
 from service.engine.batch import Batch, pack
+from service.engine.flight import Pending, Ready
 from service.engine.forward import PackedForward
 from service.engine.kv_cache import PagedKV
 from service.engine.routing import RoutingTap
+from service.engine.sampler import Row, sample
 from service.engine.scheduler import Chunk
 from service.engine.sequence import Sequence
 
 log = logging.getLogger("service.engine")
 
+DEFAULT_BLOCKS = 1024
 PACKABLE = ("glm4_moe",)  # model types whose layers `PackedForward` knows
 ROW_MULTIPLE = 8  # rows given to the output head: few shapes to compile, and FP32 rows are bit-equal from 8 on
 
@@ -32,8 +36,44 @@ class Loaded(Protocol):
         """transformers' causal language model."""
 
 
+def own_forward(loaded: Loaded, config: EngineConfig) -> bool:
+    """Whether the forward of `service.gpu` runs the model: asked for, or on a GPU where it knows the model type."""
+    if config.forward == "auto":
+        from service.gpu import MODEL_TYPES
+
+        return (getattr(loaded, "weights", None) is not None
+                or (next(loaded.model.parameters()).device.type == "cuda"
+                    and loaded.model.config.model_type in MODEL_TYPES))
+    return config.forward == "own"
+
+
+def make_runner(loaded: Loaded, blocks: int, config: EngineConfig, max_model_len: int) -> Any:
+    """The runner for this model and device; both kinds have the same methods."""
+    if own_forward(loaded, config):
+        from service.gpu.runner import GpuRunner
+
+        return GpuRunner(loaded, blocks, config, max_model_len)
+    return ModelRunner(loaded, blocks, config.kv_block)
+
+
+def default_blocks(loaded: Loaded, config: EngineConfig, positions: int) -> int:
+    """KV blocks where none are asked for: room for 1024 blocks and one whole sequence; on a GPU what memory holds."""
+    if own_forward(loaded, config):
+        from service.gpu.memory import blocks_that_fit
+
+        fit = blocks_that_fit(loaded, config, positions)
+        if fit is not None:
+            return fit
+    return max(DEFAULT_BLOCKS, -(-config.max_model_len // config.kv_block) if config.max_model_len else 0)
+
+
 class ModelRunner:
     """The model, its KV pool and the attention tiles that fit it."""
+
+    overlapped = False  # every token is read in the step that computes it
+    cuda_graph = False
+    forward_name = "transformers"
+    kernels: dict[str, str] = {}
 
     def __init__(self, loaded: Loaded, blocks: int, block: int) -> None:
         model = loaded.model
@@ -60,6 +100,18 @@ class ModelRunner:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self.packed: PackedForward | None = None
         self.packed = self._try_packed(heads)
+
+    def split(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+        """Chunks to pack into one forward, and chunks for `decode`: none here."""
+        return chunks, []
+
+    def decode(self, chunks: list[Chunk], rows: list[Row]) -> Pending:
+        """Never called, since `split` gives it nothing."""
+        raise NotImplementedError("this runner decodes packed")
+
+    def sample(self, logits: Tensor, rows: list[Row], due: list[Sequence]) -> Pending:
+        """Tokens of the sequences `due`, one row of logits [R, vocab] each."""
+        return Ready(sample(logits, rows))
 
     def pack(self, chunks: list[Chunk]) -> Batch:
         """Flat tensors for a step."""

@@ -45,7 +45,10 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            count = min(len(sequence.ids) - sequence.computed, budget)
+            if sequence.exhausted:
+                index += 1
+                continue
+            count = min(sequence.known - sequence.computed, budget)
             if not self._make_room(sequence, count):
                 break  # it was the youngest itself and has been preempted
             chunks.append(Chunk(sequence, count))
@@ -65,6 +68,13 @@ class Scheduler:
             chunks.append(Chunk(sequence, count))
             budget -= count
         return chunks
+
+    def roomy(self) -> bool:
+        """Whether the running sequences' next chunks certainly find free blocks."""
+        if self.pool.free > len(self.running) + self.config.max_batch_tokens // self.config.kv_block:
+            return True
+        need = sum(self._blocks_for(sequence.known) - len(sequence.blocks) for sequence in self.running)
+        return need <= self.pool.free
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, running or waiting, and free its blocks."""

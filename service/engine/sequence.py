@@ -22,7 +22,8 @@ class Sequence:
     text: TextStream
     arrival: int
     ids: list[int]
-    computed: int = 0  # tokens whose keys and values are in the cache
+    computed: int = 0  # tokens whose keys and values are in the cache (or will be, after the step in flight)
+    inflight: int = 0  # tokens being computed that the host has not read yet
     checked: int = 0  # `computed` when its logits were last seen to be finite
     blocks: list[int] = field(default_factory=list)
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -55,6 +56,16 @@ class Sequence:
     def generated(self) -> int:
         """Tokens sampled so far."""
         return len(self.ids) - self.prompt_length
+
+    @property
+    def known(self) -> int:
+        """Tokens it has, those in flight included."""
+        return len(self.ids) + self.inflight
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the tokens in flight are the last it may have."""
+        return self.inflight > 0 and self.generated + self.inflight >= self.params.max_tokens
 
     @property
     def wants_prompt_rows(self) -> bool:
