@@ -16,8 +16,8 @@ import torch
 from service.config import ConfigError, EngineConfig
 from service.engine.checks import check_request
 from service.engine.counters import Counters
-from service.engine.kv_cache import BlockPool
 from service.engine.flight import Flight
+from service.engine.kv_cache import BlockPool
 from service.engine.output import apply_token, collect_prompt_logprobs, eos_ids, sampling_row, take_event
 from service.engine.routing import keep_routing, unpacked
 from service.engine.runner import Loaded, default_blocks, make_runner
@@ -299,7 +299,8 @@ class Engine:
             self.scheduler.finish(sequence)
             self.counters.finished += 1
             if sequence.routing is not None:
-                event.routing = unpacked(sequence.routing[: len(sequence.ids) - bool(sequence.generated)], self.runner.routing.layers)
+                forwarded = len(sequence.ids) - bool(sequence.generated)
+                event.routing = unpacked(sequence.routing[:forwarded], self.runner.routing.layers)
         ready = take_event(sequence, event)
         if ready is not None:
             self._send(sequence, ready)
