@@ -1,0 +1,1 @@
+"""Triton kernels of the serving operations, Hopper first; no module here is imported without Triton."""
