@@ -88,31 +88,38 @@ def describe(logprobs: Tensor, chosen: Tensor, wanted: Seq[int | None]) -> list[
 
 
 def _draw(logits: Tensor, rows: Seq[Row]) -> Tensor:
+    """Tokens int64 [R] for rows that all have temperature > 0 and either all or none a filter."""
+    params = [row.params for row in rows]
+    columns = [[p.temperature for p in params], [p.top_k for p in params], [p.top_p for p in params],
+               [p.min_p for p in params], [uniform(row.seed, row.position) for row in rows]]
+    table = torch.tensor(columns, dtype=torch.float64, device=logits.device)[:, :, None]
+    return draw(logits, table, sort=any(filtered(p) for p in params))
+
+
+def draw(logits: Tensor, columns: Tensor, *, sort: bool) -> Tensor:
     """Inverse-CDF sampling, int64 [R]: temperature, then top_k, top_p and min_p, each on what the last one left.
 
-    top_p keeps the fewest likeliest tokens whose probabilities reach it; min_p drops those below min_p times the
-    likeliest. Sums are FP64 along a row, so neighbours cannot change a bit.
+    `columns` FP64 [5, R, 1]: temperature, top_k (0: all), top_p, min_p, uniform number. top_p keeps the fewest
+    likeliest tokens whose probabilities reach it; min_p drops those below min_p times the likeliest. Without `sort` no
+    filter is applied. Sums are FP64 along a row, so neighbours cannot change a bit. Never waits for the device.
     """
-    def column(values: list[float] | list[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)[:, None]
-
-    params = [row.params for row in rows]
+    temperature, top_k, top_p, min_p, number = columns
     vocab = logits.shape[-1]
-    scaled = logits.double() / column([p.temperature for p in params], torch.float64)
+    scaled = logits.double() / temperature
     order: Tensor | None = None
-    if any(filtered(p) for p in params):
+    if sort:
         scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(vocab, device=logits.device)
-        scaled = scaled.masked_fill(rank >= column([p.top_k or vocab for p in params], torch.int64), -torch.inf)
+        scaled = scaled.masked_fill(rank >= torch.where(top_k > 0, top_k, float(vocab)), -torch.inf)
     probs = scaled.softmax(-1)
     if order is not None:
         before = probs.cumsum(-1) - probs
-        dropped = before >= column([p.top_p if p.top_p < 1.0 else 2.0 for p in params], torch.float64)
-        dropped |= probs < column([p.min_p for p in params], torch.float64) * probs[:, :1]
+        dropped = before >= torch.where(top_p < 1.0, top_p, 2.0)
+        dropped |= probs < min_p * probs[:, :1]
         dropped[:, 0] = False
         probs = probs.masked_fill(dropped, 0.0)
     cdf = probs.cumsum(-1)
-    target = column([uniform(row.seed, row.position) for row in rows], torch.float64) * cdf[:, -1:]
+    target = number * cdf[:, -1:]
     # First entry above the target: never one of probability 0. Rounding may lift the target to the total itself.
     index = torch.searchsorted(cdf, target, right=True)
     index = torch.where(index < vocab, index, torch.searchsorted(cdf, cdf[:, -1:].contiguous()))
