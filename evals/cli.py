@@ -79,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(module.main(options))
     except EvalError as error:
         print(f"evals: {' '.join(str(error).split())}", file=sys.stderr)
+        for line in error.tail:
+            print(f"  | {line}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("evals: interrupted", file=sys.stderr)

@@ -7,6 +7,7 @@ class EvalError(Exception):
     """Base class; the command line prints the message on one line and exits with `exit_code`."""
 
     exit_code = 2
+    tail: list[str] = []  # the end of a server's log, printed below the message
 
 
 class UsageError(EvalError):
@@ -27,6 +28,12 @@ class JournalError(EvalError):
 
 class ServerError(EvalError):
     """A server did not start, is not reachable, or refuses every request."""
+
+
+class AttestationError(EvalError):
+    """A server runs another kernel than the one asked for: nothing it says could be used (INVALID)."""
+
+    exit_code = 4
 
 
 class PreflightError(EvalError):

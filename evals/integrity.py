@@ -208,5 +208,7 @@ def gather(findings: Iterable[Finding], arms: Sequence[ArmResult]) -> Integrity:
     """All findings, without repetition, most severe first, with each arm's attestation."""
     rank = {"invalid": 0, "inconclusive": 1, "warning": 2, "note": 3}
     unique = list(dict.fromkeys(findings))
-    attestation = {a.name: "unattested" if a.fingerprint_before is None else "attested" for a in arms}
+    by_engine = {f.arm for f in unique if f.code == "kernel-attested"}  # by the engine's own routes and log
+    attestation = {a.name: "attested" if a.fingerprint_before is not None or a.name in by_engine else "unattested"
+                   for a in arms}
     return Integrity(tuple(sorted(unique, key=lambda f: rank[f.severity])), attestation)

@@ -117,6 +117,8 @@ def _floor(run: Run, identity: Mapping[str, Any]) -> None:
 
 def _one_by_one(run: Run) -> None:
     for arm in run.options.arms:
+        if run.options.only not in (None, arm.name):
+            continue
         if finished(run, arm):
             run.progress.say(f"{arm.name}: complete in the journal")
             continue
@@ -146,6 +148,9 @@ def _side_by_side(run: Run) -> None:
 def main(options: RunOptions, formats: tuple[str, ...] = ("terminal",)) -> int:
     """Run, judge, write the reports, print; the exit code is the verdict's."""
     path = execute(options)
+    if options.only is not None:
+        print(f"{options.only}: done, nothing judged. Go on with: {options.command} --resume")
+        return 0
     from evals.run_judge import judge_run
     from evals.run_report import publish
 

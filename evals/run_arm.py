@@ -12,6 +12,7 @@ from typing import Any
 from evals import run_preflight as preflight
 from evals.client import Ask, Endpoint, Retries
 from evals.data import Problems
+from evals.engines import server as engines
 from evals.errors import JournalError, PreflightError, ServerError
 from evals.integrity import changed, identity
 from evals.journal import Journal
@@ -58,6 +59,7 @@ class Live:
     endpoint: Endpoint
     identity: Mapping[str, Any]
     dead: Callable[[], str | None] | None
+    engine: engines.LiveEngine | None = None
 
     def job(self, run: Run, name: str | None = None, repeat: int = 0) -> Job:
         """A job of this arm (or of its second run under another name)."""
@@ -89,7 +91,12 @@ def server_for(run: Run, arm: ArmSpec) -> Iterator[Live]:
     o = run.options
     with contextlib.ExitStack() as stack:
         dead: Callable[[], str | None] | None = None
-        if arm.url is None:
+        engine: engines.LiveEngine | None = None
+        if arm.engine is not None:
+            log = run.folder.log(arm.name)
+            engine = stack.enter_context(engines.running(arm.engine, arm.name, log, run.progress.say))
+            base, dead = engine.url, engine.dead
+        elif arm.url is None:
             launch = Launch(arm.variant or "", o.model or "", run.folder.log(arm.name), o.server_cmd,
                             o.server_args, o.startup_timeout)
             run.progress.say(f"starting the server for {arm.name} ({arm.label}); log: {launch.log}")
@@ -98,11 +105,19 @@ def server_for(run: Run, arm: ArmSpec) -> Iterator[Live]:
         else:
             base = arm.url
         start = run.endpoint(base)
+        if engine is not None:
+            attested = engine.attestation(start)
+            run.folder.arm(arm.name)["attestation"] = attested.as_dict()
+            run.folder.save()
+            engines.refuse(arm.name, attested)
+            run.progress.say(f"{arm.name}: {attested.status}: {attested.detail}")
         info = preflight.inspect(start)
         endpoint = preflight.with_model(start, info)
         found = preflight.check(endpoint, run.protocol, run.asks, info)
         who = identity(arm.label, info.fingerprint, info.observed)
-        live = Live(arm, endpoint, who, dead)
+        if arm.engine is not None:
+            who |= engines.identity(arm.engine, attested)
+        live = Live(arm, endpoint, who, dead, engine)
         entry = run.folder.arm(arm.name)
         asked_before = any(row["arm"] == arm.name for row in run.journal)
         other = changed(entry.get("identity") or {}, who) if asked_before and "identity" in entry else []
@@ -117,11 +132,18 @@ def server_for(run: Run, arm: ArmSpec) -> Iterator[Live]:
             entry["fingerprint_before"] = None if info.fingerprint is None else dict(info.fingerprint)
         entry.pop("died", None)
         entry |= {
-            "label": arm.label, "variant": arm.variant, "url": arm.url, "model_name": endpoint.model,
+            "label": arm.label, "variant": _asked(arm), "url": arm.url, "model_name": endpoint.model,
             "identity": who, "observed": dict(info.observed), "done": False, **found,
         }
         run.folder.save()
         yield live
+
+
+def _asked(arm: ArmSpec) -> str | None:
+    """The variant that the fingerprint must name; None where none was asked for."""
+    if arm.engine is not None and arm.engine.spec.engine == "service":
+        return arm.engine.kernel
+    return arm.variant
 
 
 def finish(run: Run, live: Live) -> None:
@@ -134,6 +156,8 @@ def finish(run: Run, live: Live) -> None:
         try:
             info = preflight.inspect(run.endpoint(live.endpoint.base))
             after, observed = info.fingerprint, info.observed
+            if live.engine is not None:  # a fallback may show only while answering
+                entry["attestation_after"] = live.engine.attestation(live.endpoint).as_dict()
         except ServerError as error:
             reason = str(error)
     if reason is not None:

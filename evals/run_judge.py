@@ -11,6 +11,7 @@ from evals import integrity as checks
 from evals import layers
 from evals.analysis import Look
 from evals.data import Problems, restore
+from evals.engines import attest
 from evals.errors import UsageError
 from evals.floor import Floor
 from evals.forced.drift import drift_evidence
@@ -83,9 +84,12 @@ def server_findings(
                 f"the server of '{name}' ended during the run: {entry['died']}; go on with --resume", name,
             ))
         if name != REPEAT:
-            found += checks.check_server(
-                name, entry.get("variant"), before, after, require_attestation=meta.require_attestation
-            )
+            engine = list(attest.findings(name, entry))
+            found += engine
+            if before is not None or not any(f.code.startswith("kernel-") for f in engine):
+                found += checks.check_server(
+                    name, entry.get("variant"), before, after, require_attestation=meta.require_attestation
+                )
             seen, then = entry.get("observed") or {}, entry.get("observed_after")
             if then is not None and dict(then) != dict(seen):
                 names = ", ".join(checks.changed(seen, then))

@@ -49,6 +49,7 @@ class Launch:
     extra: Sequence[str] = field(default_factory=tuple)
     startup_timeout: float = 600.0
     env: Mapping[str, str] = field(default_factory=dict)  # on top of this process's
+    ready: str = "/health"
 
     def command(self) -> tuple[list[str], str | None]:
         """The argument list, and the URL when it is known beforehand."""
@@ -125,7 +126,7 @@ class Server:
                 raise ServerError(f"the server for '{self.launch.variant}' did not start: {reason}")
             found = _LISTENING.search(self.log_text())
             url = url or (found.group(1).rstrip("/") if found else None)
-            if url and healthy(url):
+            if url and healthy(url, self.launch.ready):
                 self.url = url
                 return
             time.sleep(pause)
@@ -179,11 +180,11 @@ def _signal_group(pgid: int, number: signal.Signals) -> None:
         pass
 
 
-def healthy(url: str) -> bool:
-    """Does a local server answer 200 on `/health`, or on `/v1/models` where it has no `/health`?"""
+def healthy(url: str, route: str = "/health") -> bool:
+    """Does a server answer 200 on `route`, or on `/v1/models` where it has no such route?"""
     try:
         with httpx.Client(timeout=5.0, verify=False, trust_env=False) as http:
-            answer = http.get(f"{url}/health")
+            answer = http.get(f"{url}{route}")
             if answer.status_code in (404, 405):
                 answer = http.get(f"{url}/v1/models")
             return answer.status_code == 200

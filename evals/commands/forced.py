@@ -17,6 +17,8 @@ def task_options(options: argparse.Namespace) -> Any:
     from evals.commands.run import to_run_options
 
     layer = options.task
+    if options.baseline_file or options.candidate_file:
+        raise UsageError(f"{layer}: variant files take part in generated-text tasks; start the server and give its URL")
     task = options.items or ("gsm8k-mini" if options.model == "mini" else "gsm8k")
     out = options.out or Path("runs") / f"{layer}-{time.strftime('%Y%m%d-%H%M%S')}"
     return to_run_options(argparse.Namespace(**(vars(options) | {"task": task, "out": out})))
