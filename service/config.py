@@ -21,6 +21,7 @@ class EngineConfig:
     prefilled in chunks. `max_seqs` sequences running at once. `max_waiting` requests queued before QueueFull.
     `max_logprobs` bounds `logprobs` and `prompt_logprobs`. `cuda_graph` decodes by CUDA graphs where device and kernels
     allow (no effect elsewhere). `forward`: "transformers", "own" (`service.gpu`), or "auto": own on a GPU.
+    `graph_sizes` are the batch sizes decoding is padded to there (None: 1, 2, 4, multiples of 8, up to `max_seqs`).
     """
 
     max_model_len: int | None = None
@@ -33,6 +34,7 @@ class EngineConfig:
     prefix_cache: bool = False
     cuda_graph: bool = True
     forward: str = "auto"
+    graph_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_block", "kv_blocks", "max_batch_tokens", "max_seqs", "max_waiting"):
@@ -41,6 +43,9 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs must be at least 0, got {self.max_logprobs}")
+        if self.graph_sizes is not None and (not self.graph_sizes or min(self.graph_sizes) < 1
+                                             or max(self.graph_sizes) < self.max_seqs):
+            raise ConfigError(f"graph_sizes {self.graph_sizes} must be positive and reach max_seqs {self.max_seqs}")
         if self.forward not in ("auto", "transformers", "own"):
             raise ConfigError(f"forward must be auto, transformers or own, got '{self.forward}'")
         if self.prefix_cache:

@@ -64,6 +64,8 @@ def load(options: Options, path: Path, name: str) -> Loaded:
     from service import attention, fingerprint
     from service.engine.engine import Engine
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     attention.register()
     tokenizer = Tokenizer.load(path)
     model = load_model(
@@ -75,6 +77,7 @@ def load(options: Options, path: Path, name: str) -> Loaded:
     )
     engine = Engine(model, tokenizer, options.engine)
     engine.start()
+    engine.call(lambda: torch.set_num_threads(threads))
     said = fingerprint.build(model, tokenizer, engine, name)
     if options.selftest:  # says so even while no fault is on
         said["faults"] = []

@@ -37,7 +37,7 @@ class RoutingTap:
             from moe_kernels.hf import capture_routing
 
             with capture_routing(self._model) as trace:
-                yield lambda: _packed(trace.ids(), trace.gaps())
+                yield lambda: packed(trace.ids(), trace.gaps())
             return
         seen: dict[int, Tensor] = {}
 
@@ -48,13 +48,13 @@ class RoutingTap:
 
         handles = [gate.register_forward_hook(watch(layer)) for layer, gate in self._gates.items()]
         try:
-            yield lambda: _packed(torch.stack([seen[layer] for layer in self.layers], dim=1), None)
+            yield lambda: packed(torch.stack([seen[layer] for layer in self.layers], dim=1), None)
         finally:
             for handle in handles:
                 handle.remove()
 
 
-def _packed(ids: Tensor, gaps: Tensor | None) -> Tensor:
+def packed(ids: Tensor, gaps: Tensor | None) -> Tensor:
     if gaps is None:
         gaps = torch.full(ids.shape[:2], torch.nan, dtype=torch.float16, device=ids.device)
     return torch.cat([ids, gaps.view(torch.int16).unsqueeze(-1)], dim=-1)

@@ -1,0 +1,107 @@
+"""Decoding steps over padded batch sizes, captured as CUDA graphs where device and kernels allow."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from service.gpu import sampling
+from service.gpu.forward import DecodeRows, Forward
+from service.gpu.kv import Rows
+
+log = logging.getLogger("service.gpu")
+
+CAPTURABLE = ("fp8/triton", "nvfp4/triton", "fp8/trtllm", "nvfp4/trtllm")  # no host synchronisation in their layers
+
+
+def graph_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, then multiples of 8 up to 128 and of 32 above, the last one at least `most`."""
+    sizes = [n for n in (1, 2, 4, *range(8, 129, 8), *range(160, 4097, 32)) if n < most]
+    return [*sizes, most]
+
+
+@dataclass
+class _Captured:
+    inputs: Tensor
+    out: Tensor
+    logits: Tensor
+    graph: Any
+
+
+class DecodeSteps:
+    """Decodes up to max(sizes) rows: pads to the next size, forwards, samples greedily, all on the device.
+
+    A row's inputs are token id (-1: the one the device sampled last for this row), position, slot and block-table row.
+    Padding rows use the pad row: no length, and the pad block's slots, so that they touch nobody.
+    """
+
+    def __init__(self, forward: Forward, rows: Rows, sizes: list[int], *, graphs: bool) -> None:
+        self.forward, self.rows, self.sizes = forward, rows, sorted(sizes)
+        self._captured: dict[int, _Captured] = {}
+        kernels = {str(layer.moe.spec.base) for layer in forward.weights.layers if layer.moe is not None}
+        self.graphs = graphs and forward.weights.device.type == "cuda" and kernels <= set(CAPTURABLE)
+        if self.graphs:
+            self._capture()
+
+    def __call__(self, inputs: np.ndarray) -> tuple[Tensor, Tensor]:
+        """(FP64 [4, n] as `sampling.greedy`, FP32 logits [n, vocab]) of int64 inputs [4, n]; valid until the next call.
+
+        Never waits for the device.
+        """
+        count = inputs.shape[1]
+        size = self.sizes[bisect.bisect_left(self.sizes, count)]
+        padded = self.padding(size)
+        padded[:, :count] = inputs
+        host = torch.from_numpy(padded)
+        captured = self._captured.get(size)
+        if captured is None:
+            cuda = self.forward.weights.device.type == "cuda"
+            out, logits = self._step(host.pin_memory().to("cuda", non_blocking=True) if cuda else host)
+        else:
+            captured.inputs.copy_(host.pin_memory(), non_blocking=True)
+            captured.graph.replay()
+            out, logits = captured.out, captured.logits
+        return out[:, :count], logits[:count]
+
+    def padding(self, size: int) -> np.ndarray:
+        """Inputs of `size` rows that are nobody's."""
+        inputs = np.zeros((4, size), dtype=np.int64)
+        inputs[2], inputs[3] = self.forward.kv.pad_slot, self.rows.pad
+        return inputs
+
+    def _step(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        given, positions, slots, row = inputs
+        ids = torch.where(given < 0, self.rows.last_token[row], given)
+        lengths = torch.where(row == self.rows.pad, 0, positions + 1).int()
+        table = self.rows.table.index_select(0, row)
+        hidden = self.forward(ids, positions, slots, DecodeRows(table, lengths))
+        logits = self.forward.logits(hidden)
+        out = sampling.greedy(logits)
+        self.rows.last_token.index_copy_(0, row, out[0].long())
+        return out, logits
+
+    @torch.inference_mode()
+    def _capture(self) -> None:
+        pool = None
+        device = self.forward.weights.device
+        for size in reversed(self.sizes):  # the largest first: the others fit into its memory
+            inputs = torch.from_numpy(self.padding(size)).to(device)
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # compiles and warms up
+                for _ in range(2):
+                    self._step(inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                out, logits = self._step(inputs)
+            pool = pool or graph.pool()
+            self._captured[size] = _Captured(inputs, out, logits, graph)
+        log.info("captured decode graphs of %d sizes up to %d rows", len(self.sizes), self.sizes[-1])

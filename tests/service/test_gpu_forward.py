@@ -1,0 +1,162 @@
+"""The GPU forward and its decoding steps, on CPU tensors with the reference operations, against stock transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_kernels.hf import load_model
+from service.engine.probe import run_probe
+from service.engine.types import NonFiniteLogits
+from tests.service.engine_tools import GREEDY, Running, generate, prompts_of, stock, submit
+from tests.service.test_engine_exact import TOLERANCE, oracle_check
+
+OWN = dict(forward="own", graph_sizes=(1, 2, 4, 8), max_seqs=8)
+LENGTHS = [7, 1, 19, 33, 64, 5, 130]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_checkpoint: Path):
+    return load_model(tiny_checkpoint, "bf16/reference", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def oracle(tiny_checkpoint: Path):
+    return stock(tiny_checkpoint)
+
+
+@pytest.mark.parametrize("budget", [7, 512])
+def test_equals_stock_transformers(loaded, oracle, budget: int) -> None:
+    """FP32: tokens are the oracle's, log-probabilities within 2e-4, in chunks of 7 and whole."""
+    prompts = prompts_of(LENGTHS)
+    with Running(loaded, max_batch_tokens=budget, **OWN) as engine:
+        assert engine.runner.forward_name == "own" and not engine.runner.cuda_graph
+        answers = generate(engine, prompts, max_tokens=12, logprobs=3, prompt_logprobs=2, ignore_eos=True, **GREEDY)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer.ids) == 12 and answer.last.finish_reason == "length"
+        assert oracle_check(oracle, prompt, answer, top=3) < TOLERANCE
+
+
+def test_preemption_and_overlap(loaded, oracle) -> None:
+    """A pool too small for the load: sequences with a token in flight are preempted and lose nothing."""
+    prompts = prompts_of([30, 41, 22, 35, 17])
+    with Running(loaded, kv_blocks=14, kv_block=8, max_batch_tokens=32, **OWN) as engine:
+        answers = generate(engine, prompts, max_tokens=40, logprobs=1, ignore_eos=True, **GREEDY)
+        assert engine.stats().preemptions_total > 0
+    with torch.inference_mode():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            logits = oracle(torch.tensor([prompt + answer.ids])).logits[0].log_softmax(-1)
+            for i, token in enumerate(answer.tokens):
+                row = logits[len(prompt) - 1 + i]
+                assert abs(float(row[token.token_id]) - token.logprob) < TOLERANCE
+                assert float(row[token.token_id]) >= float(row.max()) - TOLERANCE
+            assert len(answer.ids) == 40
+
+
+def test_padding_rows_change_nobody(loaded) -> None:
+    """Five rows padded to eight: the same bits as beside three rows that belong to others, and block 0 stays zero."""
+    with Running(loaded, **OWN) as engine:
+        runner = engine.runner
+        got = generate(engine, prompts_of([9, 12, 5, 20, 3]), max_tokens=4, ignore_eos=True, **GREEDY)
+        steps = runner._steps[0]
+        rows = np.stack([np.full(8, 5), np.zeros(8), runner.kv.block * np.arange(1, 9), np.arange(8)]).astype(np.int64)
+        runner.rows.table[:8, 0] = torch.arange(1, 9, dtype=torch.int32)
+        with torch.inference_mode():
+            full = [t.clone() for t in steps(rows)]
+            pad_before = runner.kv.k[:, 1:9].clone()
+            part = [t.clone() for t in steps(rows[:, :5])]
+        assert torch.equal(full[0][:, :5], part[0]) and torch.equal(full[1][:5], part[1])
+        assert torch.equal(runner.kv.k[:, 1:9], pad_before), "padding rows wrote into somebody's block"
+        assert not runner.kv.k[:, 0].any() and not runner.kv.v[:, 0].any()
+        assert all(len(answer.ids) == 4 for answer in got)
+
+
+def test_seeded_sampling_is_the_cpu_engines(loaded) -> None:
+    """Temperature, top_p, top_k, min_p and bans: the same tokens as the transformers path, request by request."""
+    prompts = prompts_of([12, 9, 21, 4])
+    settings: list[dict] = [dict(temperature=0.8, seed=3), dict(temperature=1.3, top_p=0.7, seed=4, logprobs=2),
+                dict(temperature=0.9, top_k=5, min_p=0.1, seed=5), dict(temperature=0.0, min_tokens=6, seed=1)]
+
+    def run(**config):
+        with Running(loaded, **config) as engine:
+            waiting = [submit(engine, f"s{i}", p, max_tokens=10, **s)
+                       for i, (p, s) in enumerate(zip(prompts, settings, strict=True))]
+            return [a.wait() for a in waiting]
+
+    own, theirs = run(**OWN), run(forward="transformers")
+    for mine, other in zip(own, theirs, strict=True):
+        assert mine.ids == other.ids and mine.last.finish_reason == other.last.finish_reason
+        assert mine.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
+        assert [t.rank for t in mine.tokens] == [t.rank for t in other.tokens]
+
+
+def test_eos_one_step_late_is_dropped(loaded) -> None:
+    """The token computed behind an end-of-sequence token is never told, and its blocks are free again."""
+    prompt = prompts_of([11])[0]
+    with Running(loaded, **OWN) as engine:
+        (free,) = generate(engine, [prompt], max_tokens=12, ignore_eos=True, **GREEDY)
+        stop = free.ids[5]
+        first = free.ids.index(stop)
+        (stopped,) = generate(engine, [prompt], max_tokens=12, ignore_eos=True, stop_token_ids=(stop,), **GREEDY)
+        assert stopped.ids == free.ids[: first + 1] and stopped.last.finish_reason == "stop"
+        assert stopped.last.completion_tokens == first + 1
+
+
+def test_routing_is_returned(loaded) -> None:
+    """The same experts as through transformers' forward, for prompt and generated tokens."""
+    prompts = prompts_of([10, 17])
+
+    def run(**config):
+        with Running(loaded, **config) as engine:
+            return generate(engine, prompts, max_tokens=5, return_routing=True, ignore_eos=True, **GREEDY)
+
+    for mine, other in zip(run(**OWN), run(forward="transformers"), strict=True):
+        a, b = mine.last.routing, other.last.routing
+        assert a is not None and b is not None and a.layers == b.layers
+        assert torch.equal(a.ids.sort(-1).values, b.ids.sort(-1).values)
+        assert torch.allclose(a.gaps.float(), b.gaps.float(), atol=1e-3)
+
+
+def test_nan_names_the_layer(tiny_checkpoint: Path) -> None:
+    """A NaN in one layer's weights fails the request and names the part, also when it appears while decoding."""
+    loaded = load_model(tiny_checkpoint, "bf16/reference", dtype=torch.float32)
+    with Running(loaded, **OWN) as engine:
+        layer = engine.runner.weights.layers[1]
+        layer.down.weight[3, 5] = float("nan")
+        answer = submit(engine, "bad", [5, 6, 7], max_tokens=4, **GREEDY).wait()
+        assert isinstance(answer.last.error, NonFiniteLogits)
+        assert "model.layers.1.mlp" in str(answer.last.error)
+        layer.down.weight[3, 5] = 0.01
+        assert generate(engine, [[5, 6, 7]], max_tokens=3, ignore_eos=True, **GREEDY)[0].last.error is None
+
+
+def test_variants_share_weights(tiny_checkpoint: Path) -> None:
+    """`use` switches options in place: answers equal those of an engine loaded with that variant."""
+    base = load_model(tiny_checkpoint, "fp8/emulated", dtype=torch.float32)
+    other = load_model(tiny_checkpoint, "fp8/emulated:bias=bf16,scales=copied", dtype=torch.float32)
+    for model in (base, other):  # as far from zero as GLM-5.2's, where BF16 steps are 1/32
+        for layer in model.model.model.layers[1:]:
+            layer.mlp.layer.bias.add_(6.94)
+    prompts = prompts_of([12, 30])
+    ask = dict(max_tokens=8, ignore_eos=True, **GREEDY)
+    with Running(base, **OWN) as engine:
+        first = generate(engine, prompts, **ask)
+        number = engine.call(lambda: engine.runner.add_variant("fp8/emulated:bias=bf16,scales=copied"))
+        engine.call(lambda: engine.runner.use(number))
+        switched = generate(engine, prompts, **ask)
+        engine.call(lambda: engine.runner.use(0))
+        again = generate(engine, prompts, **ask)
+    with Running(other, **OWN) as engine:
+        want = generate(engine, prompts, **ask)
+    assert [a.logprobs for a in switched] == [a.logprobs for a in want]
+    assert [a.logprobs for a in again] == [a.logprobs for a in first]
+    assert [a.logprobs for a in switched] != [a.logprobs for a in again], "the bias in BF16 must show somewhere"
+
+
+def test_probe_runs(loaded) -> None:
+    """The determinism probe works on the overlapped engine."""
+    with Running(loaded, **OWN) as engine:
+        assert run_probe(engine).repeatable
