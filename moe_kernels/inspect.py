@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.formats import Checkpoint, open_checkpoint
-from moe_kernels.formats.experts import check_scale
+from moe_kernels.formats.experts import canonical, check_scale
 from moe_kernels.formats.files import TensorInfo
 from moe_kernels.formats.layout import StoredModule
 from moe_kernels.quant.fp8 import MIN_WEIGHT_SCALE
@@ -188,7 +188,7 @@ def _bias_reports(checkpoint: Checkpoint) -> Iterator[BiasReport]:
 
 def _nvfp4_reports(checkpoint: Checkpoint) -> Iterator[Nvfp4Report]:
     for layer in checkpoint.moe_layers:
-        scalars = _read_parts(checkpoint, layer, "weight_scale_2")
+        scalars = _read_parts(checkpoint, layer, "scale_2")
         count = checkpoint.shape.num_experts
         scale_2 = torch.stack([x.reshape(()) for x in scalars]).view(count, 3)  # gate, up, down
         halves = scale_2[:, :2]
@@ -206,7 +206,7 @@ def _nvfp4_reports(checkpoint: Checkpoint) -> Iterator[Nvfp4Report]:
 
 def _fp8_reports(checkpoint: Checkpoint) -> Iterator[Fp8Report]:
     for layer in checkpoint.moe_layers:
-        scales = _read_parts(checkpoint, layer, "weight_scale_inv")  # three to an expert
+        scales = _read_parts(checkpoint, layer, "scale")  # three to an expert
         tiny = [int((s < MIN_WEIGHT_SCALE * (1 - 1e-6)).sum()) for s in scales]
         yield Fp8Report(
             layer, min(float(s.min()) for s in scales), max(float(s.max()) for s in scales), sum(tiny),
@@ -225,7 +225,7 @@ def _read_parts(checkpoint: Checkpoint, layer: int, part: str) -> list[Tensor]:
         if part in module.parts:
             tensor = checkpoint.read(module.parts[part])
             check_scale(module.parts[part].name, tensor)
-            found.append(tensor)
+            found.append(canonical(module, part, tensor))
     return found
 
 

@@ -1,4 +1,4 @@
-"""NVFP4 `input_scale`: from the largest activations seen in a calibration run, or a default."""
+"""`input_scale` of NVFP4 and per-tensor FP8: from the largest activations seen in a calibration run, or a default."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_kernels.errors import CheckpointError
 from moe_kernels.formats.checkpoint import Checkpoint
-from moe_kernels.quant import nvfp4
-from moe_kernels.records import ExpertWeights
+from moe_kernels.quant import fp8, nvfp4
+from moe_kernels.records import ExpertWeights, WeightFormat
 
 # Without calibration: hidden states up to 6 * 448 / 4 = 672 and intermediates up to 2,688 do not saturate, while
 # groups whose amax is above 0.023 and 0.094 still get block scales of full precision (E4M3 normal numbers). Room
@@ -22,6 +22,9 @@ from moe_kernels.records import ExpertWeights
 # KL to BF16 is 1.5e-4 with these, 1.6e-4 calibrated on 32 problems, 2.0e-4 when 2^-4 cuts intermediates at 168.
 DEFAULT_INPUT_SCALE = 2.0**-2
 DEFAULT_INTERMEDIATE_SCALE = 1.0
+# Per-tensor FP8 without calibration: room up to 896 and 3,584; E4M3 keeps 3 bits down to 2^-6 of the scale.
+DEFAULT_FP8_INPUT_SCALE = 2.0
+DEFAULT_FP8_INTERMEDIATE_SCALE = 8.0
 
 
 @dataclass(frozen=True)
@@ -72,25 +75,33 @@ class InputScales:
         save_file(tensors, path)
 
     def apply(self, record: ExpertWeights, layer: int) -> None:
-        """Set the record's input scales (NVFP4 only)."""
-        if record.format != "nvfp4":
+        """Set the record's input scales (NVFP4 and per-tensor FP8; other formats have none)."""
+        if record.format not in ("nvfp4", "fp8_tensor"):
             return
         e = record.num_experts
+        wide, down = (default_scale(record.format, is_down) for is_down in (False, True))
         if layer not in self.amax:
-            record.w13_input_scale = torch.full((e, 2), DEFAULT_INPUT_SCALE)
-            record.w2_input_scale = torch.full((e,), DEFAULT_INTERMEDIATE_SCALE)
+            record.w13_input_scale = torch.full((e, 2), wide)
+            record.w2_input_scale = torch.full((e,), down)
             return
-        wide = _scales(self.amax[layer][0], DEFAULT_INPUT_SCALE)
-        down = _scales(self.amax[layer][1], DEFAULT_INTERMEDIATE_SCALE)
-        record.w13_input_scale = wide.unsqueeze(-1).expand(e, 2).contiguous()
-        record.w2_input_scale = down
+        scales = _scales(record.format, self.amax[layer][0], wide)
+        record.w13_input_scale = scales.unsqueeze(-1).expand(e, 2).contiguous()
+        record.w2_input_scale = _scales(record.format, self.amax[layer][1], down)
 
 
-def _scales(amax: Tensor, default: float) -> Tensor:
+def default_scale(format: WeightFormat, down: bool) -> float:
+    """The input scale of an uncalibrated module; `down` for down projections, whose inputs are wider."""
+    if format == "fp8_tensor":
+        return DEFAULT_FP8_INTERMEDIATE_SCALE if down else DEFAULT_FP8_INPUT_SCALE
+    return DEFAULT_INTERMEDIATE_SCALE if down else DEFAULT_INPUT_SCALE
+
+
+def _scales(format: WeightFormat, amax: Tensor, default: float) -> Tensor:
     largest = amax.max()
     if float(largest) == 0:
         return torch.full_like(amax, default)
-    return nvfp4.scale_from_amax(torch.where(amax > 0, amax, largest))
+    filled = torch.where(amax > 0, amax, largest)
+    return nvfp4.scale_from_amax(filled) if format == "nvfp4" else filled / fp8.E4M3_MAX
 
 
 def _name(layer: int, part: str) -> str:

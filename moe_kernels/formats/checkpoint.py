@@ -15,11 +15,12 @@ from torch import Tensor
 
 from moe_kernels.errors import CheckpointError
 from moe_kernels.formats.architectures import Architecture, find_architecture
-from moe_kernels.formats.experts import check_finite, check_scale, read_experts
+from moe_kernels.formats.encodings import Encoding
+from moe_kernels.formats.experts import canonical, check_finite, check_scale, read_experts
 from moe_kernels.formats.files import ShardReader, TensorInfo, read_json, read_tensor_table
 from moe_kernels.formats.layout import Layout, StoredModule, expert_modules, match
 from moe_kernels.formats.markers import QuantScheme, declared_scheme
-from moe_kernels.quant import fp8, nvfp4
+from moe_kernels.quant import codec
 from moe_kernels.records import ExpertWeights, MoEShape, RoutingConfig, WeightFormat
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,11 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, {self.model_type}, {self.scheme.label}, experts {self.format})"
+
+    @property
+    def expert_encoding(self) -> Encoding | None:
+        """How the routed experts are stored; None: BF16."""
+        return self.layout.experts[self.moe_layers[0]][0]["gate_proj"].encoding
 
     def tensor_names(self) -> Iterable[str]:
         """Names of all tensors but the routed experts' and the MTP layers' (scales belong to their weight)."""
@@ -126,14 +132,14 @@ class Checkpoint:
         parts = {info.name: part for part, info in stored.parts.items()}
         read = {}
         for info, tensor in self._reader.read_many(stored.parts.values()):
-            read[parts[info.name]] = tensor
-            (check_finite if info.name == stored.name else check_scale)(info.name, tensor)
-        if stored.format == "fp8":
-            return fp8.dequantize_weight_blocks(read["weight"], read["weight_scale_inv"], dtype or torch.bfloat16)
-        if stored.format == "nvfp4":
-            scalar = read["weight_scale_2"].reshape(())
-            return nvfp4.dequantize(read["weight"], read["weight_scale"], scalar, dtype or torch.bfloat16)
-        return read["weight"].to(dtype or read["weight"].dtype, copy=True)
+            part = parts[info.name]
+            (check_finite if part == "weight" else check_scale)(info.name, tensor)
+            read[part] = canonical(stored, part, tensor)
+        if stored.encoding is None:
+            return read["weight"].to(dtype or read["weight"].dtype, copy=True)
+        scale = read["scale"].view(stored.encoding.scale_shapes(*stored.shape)[0])
+        scale_2 = read["scale_2"].reshape(()) if "scale_2" in read else None
+        return codec.decode(stored.format, read["weight"], scale, scale_2, dtype or torch.bfloat16)
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

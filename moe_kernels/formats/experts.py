@@ -11,9 +11,9 @@ from torch import Tensor
 from moe_kernels.errors import CheckpointError
 from moe_kernels.formats.files import ShardReader
 from moe_kernels.formats.layout import StoredModule
-from moe_kernels.quant import fp8, nvfp4
+from moe_kernels.quant import codec, fp8, mx
 from moe_kernels.quant.blocks import ceil_div, slices
-from moe_kernels.records import FP8_BLOCK, NVFP4_GROUP, ExpertWeights, WeightFormat
+from moe_kernels.records import FP8_BLOCK, MX_GROUP, NVFP4_GROUP, ExpertWeights, WeightFormat
 
 _BAD = "replace the damaged file; a kernel would spread it over every token"
 
@@ -27,10 +27,13 @@ def read_experts(
     has_input = "input_scale" in experts[0]["gate_proj"].parts
     record = _allocate(fmt, len(experts), columns, rows, has_input, swiglu_limit)
     places = dict(_places(record, experts))
-    by_info = {info.name: info for expert in experts for m in expert.values() for info in m.parts.values()}
-    for info, tensor in reader.read_many(by_info.values()):
+    owners = {
+        info.name: (m, part) for expert in experts for m in expert.values() for part, info in m.parts.items()
+    }
+    for info, tensor in reader.read_many(m.parts[part] for m, part in owners.values()):
+        module, part = owners[info.name]
         place = places.pop(info.name)
-        place.copy_(tensor.view(place.shape))
+        place.copy_(canonical(module, part, tensor).view(place.shape))
     _check(record, experts)
     return record
 
@@ -40,26 +43,39 @@ def dequantize(record: ExpertWeights, dtype: torch.dtype = torch.bfloat16) -> Ex
 
     A record that is BF16 already is returned as it is when `dtype` is BF16.
     """
-    e, i, h = record.num_experts, record.intermediate_size, record.hidden_size
-    if record.format == "bf16":
-        w13, w2 = record.w13.to(dtype), record.w2.to(dtype)
-    elif record.format == "fp8":
-        scale13, scale2 = _need(record.w13_scale, "w13_scale"), _need(record.w2_scale, "w2_scale")
-        halves = scale13.unflatten(1, (2, ceil_div(i, FP8_BLOCK)))
-        w13 = fp8.dequantize_weight_blocks(record.w13.view(e, 2, i, h), halves, dtype).view(e, 2 * i, h)
-        w2 = fp8.dequantize_weight_blocks(record.w2, scale2, dtype)
-    elif record.format == "nvfp4":
-        scale13, scale2 = _need(record.w13_scale, "w13_scale"), _need(record.w2_scale, "w2_scale")
-        half = _need(record.w13_scale_2, "w13_scale_2").repeat_interleave(i, dim=1).unsqueeze(-1)  # [E, 2I, 1]
-        w13 = nvfp4.dequantize(record.w13, scale13, half, dtype)
-        w2 = nvfp4.dequantize(record.w2, scale2, _need(record.w2_scale_2, "w2_scale_2").view(e, 1, 1), dtype)
-    else:
-        raise CheckpointError(f"cannot dequantise a record of format '{record.format}'")
+    w13 = codec.decode(record.format, *record.parts("w13"), dtype).flatten(1, 2)
+    w2 = codec.decode(record.format, *record.parts("w2"), dtype)
     return ExpertWeights("bf16", w13, w2, swiglu_limit=record.swiglu_limit)
+
+
+def canonical(stored: StoredModule, part: str, tensor: Tensor) -> Tensor:
+    """A stored tensor in the record's terms: E8M0 as bytes (FP32 for FP8 scales), scalars FP32 and not reciprocal.
+
+    Raises CheckpointError for a reciprocal of zero.
+    """
+    encoding = stored.encoding
+    if encoding is None or part == "weight" or tensor.dtype == fp8.E4M3:
+        return tensor
+    if tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        byte = tensor.view(torch.uint8)
+        if bool((byte == mx.E8M0_NAN).any()):
+            raise CheckpointError(f"scale '{stored.parts[part].name}' holds nan (E8M0 byte 255); {_BAD}")
+        return byte if encoding.format in ("mxfp8", "mxfp4") else mx.decode_e8m0(byte)
+    tensor = tensor.to(torch.float32)
+    if encoding.reciprocal and part in ("scale_2", "input_scale"):
+        if not bool((tensor > 0).all()):
+            raise CheckpointError(
+                f"scale '{stored.parts[part].name}' holds {float(tensor.min())}; {encoding.label} stores reciprocals, "
+                f"which are positive; {_BAD}"
+            )
+        return tensor.reciprocal()
+    return tensor
 
 
 def bad_value(tensor: Tensor) -> float | None:
     """The first NaN or infinity of a float tensor (E4M3 included), or None; bounded extra memory."""
+    if tensor.dtype == torch.float8_e8m0fnu:
+        return None  # bytes are checked where they are decoded
     if tensor.dtype == fp8.E4M3:
         flat = tensor.view(torch.uint8).flatten()
         for part in slices(flat.shape[0], 1, flat.device):
@@ -100,32 +116,33 @@ def _allocate(
             fmt, torch.empty(e, 2 * i, h, dtype=torch.bfloat16), torch.empty(e, h, i, dtype=torch.bfloat16),
             swiglu_limit=swiglu_limit,
         )  # fmt: skip
+    u8, half = torch.uint8, 2 if fmt in ("nvfp4", "mxfp4") else 1
+    element = u8 if half == 2 else fp8.E4M3
+    w13 = torch.empty(e, 2 * i, h // half, dtype=element)
+    w2 = torch.empty(e, h, i // half, dtype=element)
     if fmt == "fp8":
         rows, columns = ceil_div(i, FP8_BLOCK), ceil_div(h, FP8_BLOCK)
-        return ExpertWeights(
-            fmt, torch.empty(e, 2 * i, h, dtype=fp8.E4M3), torch.empty(e, h, i, dtype=fp8.E4M3),
-            nan(e, 2 * rows, columns), nan(e, columns, rows), swiglu_limit=swiglu_limit,
-        )  # fmt: skip
-    return ExpertWeights(
-        fmt,
-        torch.empty(e, 2 * i, h // 2, dtype=torch.uint8),
-        torch.empty(e, h, i // 2, dtype=torch.uint8),
-        torch.empty(e, 2 * i, h // NVFP4_GROUP, dtype=fp8.E4M3),
-        torch.empty(e, h, i // NVFP4_GROUP, dtype=fp8.E4M3),
-        nan(e, 2),
-        nan(e),
-        nan(e, 2) if has_input else None,
-        nan(e) if has_input else None,
-        swiglu_limit,
-    )
+        scales = nan(e, 2 * rows, columns), nan(e, columns, rows)
+    elif fmt == "fp8_channel":
+        scales = nan(e, 2 * i, 1), nan(e, h, 1)
+    elif fmt == "fp8_tensor":
+        scales = nan(e, 2), nan(e)
+    else:
+        group, dtype = (NVFP4_GROUP, fp8.E4M3) if fmt == "nvfp4" else (MX_GROUP, u8)
+        scales = torch.empty(e, 2 * i, h // group, dtype=dtype), torch.empty(e, h, i // group, dtype=dtype)
+    record = ExpertWeights(fmt, w13, w2, *scales, swiglu_limit=swiglu_limit)
+    if fmt == "nvfp4":
+        record.w13_scale_2, record.w2_scale_2 = nan(e, 2), nan(e)
+    if has_input:
+        record.w13_input_scale, record.w2_input_scale = nan(e, 2), nan(e)
+    return record
 
 
 # part of a stored module -> (field of the record for gate and up, for down)
 _FIELDS = {
     "weight": ("w13", "w2"),
-    "weight_scale_inv": ("w13_scale", "w2_scale"),
-    "weight_scale": ("w13_scale", "w2_scale"),
-    "weight_scale_2": ("w13_scale_2", "w2_scale_2"),
+    "scale": ("w13_scale", "w2_scale"),
+    "scale_2": ("w13_scale_2", "w2_scale_2"),
     "input_scale": ("w13_input_scale", "w2_input_scale"),
 }
 
@@ -151,11 +168,5 @@ def _check(record: ExpertWeights, experts: Sequence[dict[str, StoredModule]]) ->
                 (check_finite if name in ("w13", "w2") else check_scale)(name, tensor)
     except CheckpointError:
         for name, place in _places(record, experts):
-            (check_finite if name.endswith(".weight") else check_scale)(name, place)
+            (check_finite if name.endswith((".weight", ".weight_packed")) else check_scale)(name, place)
         raise
-
-
-def _need(tensor: Tensor | None, name: str) -> Tensor:
-    if tensor is None:
-        raise CheckpointError(f"the record has no {name}, which its format needs")
-    return tensor

@@ -9,27 +9,33 @@ from typing import Any
 
 from moe_kernels.errors import CheckpointError, FormatError
 from moe_kernels.formats.architectures import PROJECTIONS, Architecture
+from moe_kernels.formats.encodings import Encoding
 from moe_kernels.formats.files import TensorInfo
-from moe_kernels.formats.markers import QuantScheme
-from moe_kernels.quant.blocks import ceil_div
-from moe_kernels.records import FP8_BLOCK, NVFP4_GROUP, WeightFormat
+from moe_kernels.formats.schemes import QuantScheme
+from moe_kernels.records import WeightFormat
 
 FLOATS = ("BF16", "F16", "F32")
-_IGNORED = re.compile(r"\.(k_scale|v_scale|q_scale|prob_output_scale|rotary_emb\.inv_freq)$")
+# scales of the KV cache and of attention's own products, under the names ModelOpt, compressed-tensors, AutoFP8 and
+# Quark give them: our caches keep the model's dtype
+_IGNORED = re.compile(
+    r"\.(k_scale|v_scale|q_scale|kv_scale|k_zero_point|v_zero_point|prob_output_scale|rotary_emb\.inv_freq"
+    r"|self_attn\.(?:[kvq]|kv_b|kv_a)_proj\.output_scale|[kv]_bmm_quantizer\.\w+)$"
+)
 
 
 @dataclass(frozen=True)
 class StoredModule:
-    """A weight and its scales: `bf16` has only `weight`, in any float dtype.
+    """A weight and its scales. `name` is the weight's name in the model, whatever its tensor is called in the file.
 
-    `fp8`: weight E4M3 [N, K], weight_scale_inv F32 [ceil(N/128), ceil(K/128)]. `nvfp4`: weight U8 [N, K/2],
-    weight_scale E4M3 [N, K/16], weight_scale_2 F32 scalar, optionally input_scale F32 scalar.
+    `parts` maps `weight`, `scale`, `scale_2` and `input_scale` (those that are there) to stored tensors; what they
+    mean is `encoding`'s, None for unquantised weights in any float dtype.
     """
 
     name: str
     format: WeightFormat
     shape: tuple[int, ...]  # logical [N, K]
     parts: Mapping[str, TensorInfo]
+    encoding: Encoding | None = None
 
 
 @dataclass
@@ -103,38 +109,52 @@ class _Matcher:
         return StoredModule(name, "bf16", shape, {"weight": self.take(name, FLOATS, shape)})
 
     def linear(self, name: str, shape: tuple[int, ...]) -> StoredModule:
-        """A weight in whichever format it is stored in."""
-        stored = self.rest.get(name)
-        dtype = stored.dtype if stored else "missing"
-        if dtype not in ("F8_E4M3", "U8"):
-            return StoredModule(name, "bf16", shape, {"weight": self.take(name, FLOATS, shape)})
-        fmt: WeightFormat = "fp8" if dtype == "F8_E4M3" else "nvfp4"
+        """A weight as its config declares it, or unquantised if it is stored so."""
         module = name.removesuffix(".weight")
-        if self.scheme.format != fmt:
+        encoding = self.scheme.encoding(module)
+        stored = self.rest.get(name)
+        if encoding is None or (stored is not None and stored.dtype in FLOATS):
+            self.refuse_undeclared(name, module)
+            return self.plain(name, shape)
+        if stored is not None and encoding.weight == "weight" and stored.dtype != encoding.weight_dtype:
             raise CheckpointError(
-                f"tensor '{name}' is {dtype} but the config declares {self.scheme.label}: the quantisation config "
+                f"tensor '{name}' is {stored.dtype} but the config declares {encoding.label}: the quantisation config "
                 "and the weights do not belong together"
             )
-        if self.scheme.excludes(module):
-            raise CheckpointError(
-                f"tensor '{name}' is quantised ({dtype}) but the config excludes its module: correct the "
-                "exclusion list, engines would load it wrongly"
-            )
         rows, columns = shape
-        parts: dict[str, TensorInfo] = {}
-        if fmt == "fp8":
-            blocks = (ceil_div(rows, FP8_BLOCK), ceil_div(columns, FP8_BLOCK))
-            parts["weight"] = self.take(name, ("F8_E4M3",), shape)
-            parts["weight_scale_inv"] = self.take(f"{name}_scale_inv", ("F32",), blocks)
-        else:
-            if columns % NVFP4_GROUP:
-                raise CheckpointError(f"tensor '{name}': NVFP4 needs K % {NVFP4_GROUP} == 0, config implies {columns}")
-            parts["weight"] = self.take(name, ("U8",), (rows, columns // 2))
-            parts["weight_scale"] = self.take(f"{name}_scale", ("F8_E4M3",), (rows, columns // NVFP4_GROUP))
-            parts["weight_scale_2"] = self.take(f"{name}_scale_2", ("F32",), (), (1,))
-            if f"{module}.input_scale" in self.rest:
-                parts["input_scale"] = self.take(f"{module}.input_scale", ("F32",), (), (1,))
-        return StoredModule(name, fmt, shape, parts)
+        if columns % encoding.group:
+            raise CheckpointError(
+                f"tensor '{name}': {encoding.label} needs K % {encoding.group} == 0, config implies {columns}"
+            )
+        parts = {
+            "weight": self.take(
+                f"{module}.{encoding.weight}", (encoding.weight_dtype,), encoding.weight_shape(rows, columns)
+            )
+        }
+        scale = next((n for n in encoding.scale if f"{module}.{n}" in self.rest), encoding.scale[0])
+        parts["scale"] = self.take(f"{module}.{scale}", encoding.scale_dtypes(), *encoding.scale_shapes(rows, columns))
+        if encoding.scale_2:
+            parts["scale_2"] = self.take(f"{module}.{encoding.scale_2}", ("F32",), (), (1,))
+        if encoding.input_scale and f"{module}.{encoding.input_scale}" in self.rest:
+            parts["input_scale"] = self.take(f"{module}.{encoding.input_scale}", ("F32", "BF16"), (), (1,))
+        return StoredModule(name, encoding.format, shape, parts, encoding)
+
+    def refuse_undeclared(self, name: str, module: str) -> None:
+        """CheckpointError if a weight that the config leaves alone is stored quantised after all."""
+        for stored, dtypes in ((name, ("F8_E4M3", "U8")), (f"{module}.weight_packed", ("U8", "I32"))):
+            info = self.rest.get(stored)
+            if info is None or info.dtype not in dtypes:
+                continue
+            if self.scheme.excludes(module):
+                raise CheckpointError(
+                    f"tensor '{stored}' is quantised ({info.dtype}) but the config excludes its module: correct the "
+                    "exclusion list, engines would load it wrongly"
+                )
+            what = self.scheme.label if not self.scheme.quantised else f"{self.scheme.label} without this module"
+            raise CheckpointError(
+                f"tensor '{stored}' is {info.dtype} but the config declares {what}: the quantisation config "
+                "and the weights do not belong together"
+            )
 
 
 def expert_modules(layout: Layout) -> Iterator[StoredModule]:
@@ -151,7 +171,7 @@ def _expert_format(layout: Layout, scheme: QuantScheme) -> WeightFormat:
         if stored.format != first.format:
             raise FormatError(
                 f"'{stored.name}' is {stored.format} but '{first.name}' is {first.format}: all routed experts need "
-                "one weight format (mixed checkpoints are not supported)"
+                "one weight format (engines demand it within a layer, we in the whole model); take a release that has"
             )
         if stored.format == "bf16":
             if stored.parts["weight"].dtype != "BF16":
@@ -159,9 +179,10 @@ def _expert_format(layout: Layout, scheme: QuantScheme) -> WeightFormat:
                     f"tensor '{stored.name}' is {stored.parts['weight'].dtype}: routed experts must be BF16; save "
                     "the checkpoint in bfloat16"
                 )
-            if scheme.format != "bf16" and not scheme.excludes(stored.name.removesuffix(".weight")):
+            declared = scheme.encoding(stored.name.removesuffix(".weight"))
+            if declared is not None:
                 raise CheckpointError(
-                    f"tensor '{stored.name}' is BF16 but the config declares {scheme.label}: the quantisation "
+                    f"tensor '{stored.name}' is BF16 but the config declares {declared.label}: the quantisation "
                     "config and the weights do not belong together"
                 )
     has_input = {"input_scale" in stored.parts for stored in expert_modules(layout)}
@@ -188,6 +209,6 @@ def _extra(name: str, rest: Mapping[str, TensorInfo], config: Mapping[str, Any],
         return f"{text}: config.json has {count} routed experts"
     if ".experts.gate_up_proj" in name or ".experts.down_proj" in name:
         return f"{text}: experts fused in one tensor are not supported; save one per expert, as save_pretrained does"
-    if re.search(r"\.(weight_scale|weight_scale_inv|weight_scale_2|input_scale)$", name):
+    if re.search(r"\.(weight_scale|weight_scale_inv|weight_scale_2|input_scale|(weight|input)_global_scale)$", name):
         return f"{text}: a scale without a quantised weight of this format beside it"
     return f"{text} in '{architecture.model_type}' with this config.json (and {len(rest) - 1} more)"

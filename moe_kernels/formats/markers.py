@@ -1,56 +1,31 @@
-"""Which quantisation format a checkpoint declares, and which modules it leaves out.
+"""Which quantisation formats a checkpoint declares: reads config.json's and ModelOpt's sections into a QuantScheme.
 
-Letters are ours: A block FP8 and C ModelOpt NVFP4 are read; every other format is refused by its name.
+Letters are ours (docs/formats.md): A block FP8, B compressed-tensors FP8, C ModelOpt NVFP4, D compressed-tensors
+NVFP4, E MXFP4, F AMD Quark, G MXFP8, H ModelOpt FP8. Every other format is refused by its name.
 """
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
-from moe_kernels.errors import CheckpointError, FormatError
-from moe_kernels.records import FP8_BLOCK, NVFP4_GROUP, WeightFormat
+from moe_kernels.errors import CheckpointError
+from moe_kernels.formats import encodings as e
+from moe_kernels.formats.compressed import compressed_scheme
+from moe_kernels.formats.modelopt import modelopt_scheme
+from moe_kernels.formats.patterns import Patterns
+from moe_kernels.formats.quark import quark_scheme
+from moe_kernels.formats.refusals import refuse
+from moe_kernels.formats.schemes import UNQUANTISED, QuantScheme
+from moe_kernels.records import FP8_BLOCK, MX_GROUP
 
-_REMEDY = (
-    "supported are BF16, block FP8 (format A) and ModelOpt NVFP4 (format C): take the BF16 original and run "
-    "`moe-kernels quantize SRC DST --format fp8|nvfp4`"
-)
+__all__ = ["QuantScheme", "declared_scheme"]
+
 _BLOCK = [FP8_BLOCK, FP8_BLOCK]
-
-# quant_algo of ModelOpt -> name of the format
-_MODELOPT = {
-    "MIXED_PRECISION": "ModelOpt mixed precision (format C')",
-    "W4A16_NVFP4": "ModelOpt weight-only NVFP4, W4A16 (format C'')",
-    "NVFP4_AWQ": "ModelOpt NVFP4 with AWQ pre-scales",
-    "MXFP4": "ModelOpt MXFP4 (format E)",
-    "W4A8_MXFP4_FP8": "ModelOpt MXFP4 with FP8 activations (format E)",
-    "MXFP8": "ModelOpt MXFP8 (format G)",
-    "FP8": "ModelOpt per-tensor FP8 (format H)",
-    "FP8_PER_CHANNEL_PER_TOKEN": "ModelOpt per-channel FP8 (format H)",
-    "FP8_PB_WO": "ModelOpt weight-only block FP8 (format H)",
-    "W4A16_AWQ": "ModelOpt INT4 AWQ (like format I)",
-    "INT4_AWQ": "ModelOpt INT4 AWQ (like format I)",
-    "W4A8_AWQ": "ModelOpt W4A8 AWQ (like format I)",
-}
-# format of compressed-tensors -> name of the format
-_COMPRESSED = {
-    "nvfp4-pack-quantized": "compressed-tensors NVFP4 (format D; its global scales are reciprocals)",
-    "nvfp4a16-pack-quantized": "compressed-tensors weight-only NVFP4 (format D)",
-    "mxfp4-pack-quantized": "compressed-tensors MXFP4 (format E)",
-    "mxfp8-quantized": "compressed-tensors MXFP8 (format G)",
-    "pack-quantized": "compressed-tensors packed INT4, W4A16 (format I)",
-    "int-quantized": "compressed-tensors INT8",
-    "mixed-precision": "compressed-tensors mixed precision",
-}
-# quant_method -> name of the format
+# quant_method -> name of a format that is not read
 _METHODS = {
-    "quark": "AMD Quark (format F)",
-    "mxfp8": "MXFP8 (format G)",
-    "mxfp4": "MXFP4 (format E)",
+    "mxfp4": "MXFP4 with fused expert blocks (quant_method mxfp4, as gpt-oss stores it)",
     "fbgemm_fp8": "FBGEMM per-channel FP8 (like format B)",
     "awq": "AWQ INT4 (like format I)",
     "gptq": "GPTQ INT4 (like format I)",
@@ -58,124 +33,80 @@ _METHODS = {
 }
 
 
-@dataclass(frozen=True)
-class QuantScheme:
-    """What the config declares: the format of quantised modules and the patterns of modules left out."""
-
-    format: WeightFormat
-    label: str
-    excluded: tuple[str, ...] = ()
-
-    def excludes(self, module: str) -> bool:
-        """Whether the config leaves `module` (a full name without `.weight`) unquantised.
-
-        ModelOpt: shell wildcards over the whole name, or a name that covers all below it. Format A: a name, a
-        part of it between dots (so `mlp.gate` does not cover `mlp.gate_proj`) or transformers' regular expression.
-        """
-        if self._pattern is not None and self._pattern.match(module):
-            return True
-        parts = module.split(".")
-        starts = range(1 if self.format == "nvfp4" else len(parts))
-        return any(
-            ".".join(parts[start:stop]) in self._names for start in starts for stop in range(start + 1, len(parts) + 1)
-        )
-
-    # Lists have thousands of entries and checkpoints tens of thousands of modules: look names up, match the rest once.
-    @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(p for p in self.excluded if _PLAIN.fullmatch(p))
-
-    @cached_property
-    def _pattern(self) -> re.Pattern[str] | None:
-        found = []
-        for pattern in self.excluded:
-            if _PLAIN.fullmatch(pattern):
-                continue
-            expression = fnmatch.translate(pattern) if self.format == "nvfp4" else rf"(?:{pattern})(?:\.|$)"
-            try:
-                re.compile(expression)
-            except re.error:
-                continue  # names nothing
-            found.append(expression)
-        return re.compile("|".join(found)) if found else None
-
-
-_PLAIN = re.compile(r"[\w.\-]*")
-
-
 def declared_scheme(config: Mapping[str, Any], modelopt: Mapping[str, Any] | None) -> QuantScheme:
-    """The scheme from `config.json` and the content of `hf_quant_config.json` (None where absent)."""
+    """The scheme from `config.json` and the content of `hf_quant_config.json` (None where absent).
+
+    ModelOpt writes either or both; the file of its own comes first, exclusions of both count.
+    """
     section = config.get("quantization_config") or config.get("compression_config")
     if section and not isinstance(section, dict):
         raise CheckpointError("config.json: quantization_config must be an object; copy the checkpoint again")
-    if modelopt is not None:
-        inner = modelopt.get("quantization")
-        if not isinstance(inner, dict):
-            raise CheckpointError("hf_quant_config.json has no 'quantization' entry; copy the checkpoint again")
-        scheme = _modelopt_scheme(inner)
-        if section:
-            other = _config_scheme(section)
-            if other.format != scheme.format:
-                raise CheckpointError(
-                    f"hf_quant_config.json declares {scheme.label} but config.json declares {other.label}; "
-                    "remove the one that does not belong to these weights"
-                )
-            scheme = QuantScheme(scheme.format, scheme.label, scheme.excluded + other.excluded)
+    if modelopt is None:
+        return _config_scheme(section) if section else UNQUANTISED
+    inner = modelopt.get("quantization")
+    if not isinstance(inner, dict):
+        raise CheckpointError("hf_quant_config.json has no 'quantization' entry; copy the checkpoint again")
+    scheme = modelopt_scheme(inner)
+    if not section:
         return scheme
-    return _config_scheme(section) if section else QuantScheme("bf16", "BF16")
+    other = _config_scheme(section)
+    if other.format != scheme.format:
+        raise CheckpointError(
+            f"hf_quant_config.json declares {scheme.label} but config.json declares {other.label}; "
+            "remove the one that does not belong to these weights"
+        )
+    weight_only = scheme.default is e.MO_NVFP4 and other.default is e.MO_NVFP4_WO
+    kept = other if weight_only else scheme  # only config.json's groups can say that activations stay
+    return replace(
+        kept, exclusions=scheme.exclusions + other.exclusions, kv_cache=scheme.kv_cache or other.kv_cache
+    )
 
 
 def _config_scheme(section: Mapping[str, Any]) -> QuantScheme:
     method = str(section.get("quant_method", "")).lower()
     if method == "fp8":
-        return _block_fp8_scheme(section)
+        return _fp8_scheme(section)
+    if method == "mxfp8":
+        return _mxfp8_scheme(section)
     if method.startswith("modelopt"):
-        return _modelopt_scheme(section)
-    if method == "compressed-tensors":
-        raise FormatError(f"{_compressed_name(section)} is not supported; {_REMEDY}")
-    name = _METHODS.get(method, f"quantization_config.quant_method '{method}'")
-    raise FormatError(f"{name} is not supported; {_REMEDY}")
+        return modelopt_scheme(section)
+    if method in ("compressed-tensors", "compressed_tensors"):
+        return compressed_scheme(section)
+    if method == "quark":
+        return quark_scheme(section)
+    refuse(_METHODS.get(method, f"quantization_config.quant_method '{method}'"))
 
 
-def _block_fp8_scheme(section: Mapping[str, Any]) -> QuantScheme:
+def _fp8_scheme(section: Mapping[str, Any]) -> QuantScheme:
+    """`quant_method: fp8`: blocks (format A), or one scale a tensor where no block size is given."""
     block = section.get("weight_block_size")
+    allowed = {"fmt": ("e4m3",), "activation_scheme": ("dynamic",), "expert_dtype": ("fp8",),
+               "scale_fmt": ("float", "ue8m0")}  # fmt: skip
     if block is None:
-        raise FormatError(f"per-tensor FP8 (quant_method fp8 without weight_block_size) is not supported; {_REMEDY}")
-    if list(block) != _BLOCK:
-        raise FormatError(f"block FP8 with weight_block_size {block} is not supported, only {_BLOCK}; {_REMEDY}")
-    wanted = {"fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "float", "expert_dtype": "fp8"}
-    for key, value in wanted.items():
-        if str(section.get(key, value)).lower() != value:
-            raise FormatError(f"block FP8 with {key} '{section[key]}' is not supported, only '{value}'; {_REMEDY}")
-    left_out = section.get("modules_to_not_convert") or section.get("ignored_layers") or []
-    return QuantScheme("fp8", "block FP8 (format A)", tuple(left_out))
+        allowed["activation_scheme"] = ("dynamic", "static")
+    elif list(block) == [1, MX_GROUP]:
+        return _mxfp8_scheme(section)
+    elif list(block) != _BLOCK:
+        refuse(f"block FP8 with weight_block_size {block}", f"only {_BLOCK}")
+    for key, values in allowed.items():
+        if str(section.get(key) or values[0]).lower() not in values:
+            refuse(f"block FP8 with {key} '{section[key]}'", f"only {' or '.join(values)}")
+    if block is None:
+        static = str(section.get("activation_scheme") or "dynamic").lower() == "static"
+        encoding = replace(e.TENSOR_FP8_HF, activations="static" if static else "dynamic")
+    else:
+        encoding = replace(e.BLOCK_FP8, e8m0=str(section.get("scale_fmt")).lower() == "ue8m0")
+    return QuantScheme(encoding.label, encoding, exclusions=(_left_out(section),))
 
 
-def _modelopt_scheme(section: Mapping[str, Any]) -> QuantScheme:
-    algo = str(section.get("quant_algo") or "").upper()
-    if algo != "NVFP4":
-        name = _MODELOPT.get(algo, f"ModelOpt quant_algo '{section.get('quant_algo')}'")
-        raise FormatError(f"{name} is not supported; {_REMEDY}")
-    sizes = {section.get("group_size")} | {
-        (group.get("weights") or {}).get("group_size") for group in (section.get("config_groups") or {}).values()
-    }
-    if sizes - {None, NVFP4_GROUP}:
-        raise FormatError(f"NVFP4 with group size {sizes - {None}} is not supported, only {NVFP4_GROUP}; {_REMEDY}")
-    for group in (section.get("config_groups") or {}).values():
-        if "input_activations" in group and group["input_activations"] is None:
-            raise FormatError(f"{_MODELOPT['W4A16_NVFP4']} is not supported; {_REMEDY}")
-    left_out = section.get("exclude_modules") or section.get("ignore") or []
-    return QuantScheme("nvfp4", "ModelOpt NVFP4 (format C)", tuple(left_out))
+def _mxfp8_scheme(section: Mapping[str, Any]) -> QuantScheme:
+    block = section.get("weight_block_size") or section.get("group_size")
+    if block not in (None, MX_GROUP, [1, MX_GROUP], [MX_GROUP]):
+        refuse(f"MXFP8 with block size {block}", f"only {MX_GROUP} columns")
+    return QuantScheme(e.MXFP8_HF.label, e.MXFP8_HF, exclusions=(_left_out(section),))
 
 
-def _compressed_name(section: Mapping[str, Any]) -> str:
-    groups = (section.get("config_groups") or {}).values()
-    strategies = {(group.get("weights") or {}).get("strategy") for group in groups}
-    fmt = str(section.get("format", ""))
-    if fmt == "float-quantized" or fmt == "naive-quantized":
-        if "block" in strategies:
-            return "compressed-tensors block FP8 (format B')"
-        if "channel" in strategies:
-            return "compressed-tensors channel FP8 (format B)"
-        return "compressed-tensors per-tensor FP8 (like format B)"
-    return _COMPRESSED.get(fmt, f"compressed-tensors format '{fmt}'")
+def _left_out(section: Mapping[str, Any]) -> Patterns:
+    return Patterns(
+        "transformers", tuple(section.get("modules_to_not_convert") or section.get("ignored_layers") or ())
+    )

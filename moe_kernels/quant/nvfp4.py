@@ -65,8 +65,7 @@ def quantize(
         step = decode_e4m3(scale[part]).mul_(row_scale_2[part])
         step.masked_fill_(step == 0, torch.inf)  # x / inf = 0
         code = encode_e2m1(values.unflatten(-1, (-1, NVFP4_GROUP)) / step.unsqueeze(-1))
-        code = code.flatten(-2).view(torch.int16)  # little-endian pairs
-        packed[part] = (code | (code >> 4)).to(torch.uint8)
+        packed[part] = pack_codes(code.flatten(-2))
     return packed.view(*x.shape[:-1], columns // 2), scale.view(*x.shape[:-1], columns // NVFP4_GROUP)
 
 
@@ -85,10 +84,9 @@ def dequantize(
         )
     rows, row_scale = packed.reshape(-1, columns // 2), scale.reshape(-1, columns // NVFP4_GROUP)
     row_scale_2 = _row_scale_2(scale_2, packed.shape[:-1])
-    pairs = _pairs(packed.device)
     out = torch.empty(rows.shape[0], columns, dtype=dtype, device=packed.device)
     for part in slices(rows.shape[0], columns, packed.device):
-        values = torch.nn.functional.embedding(rows[part].to(torch.int32), pairs).flatten(-2)
+        values = decode_e2m1(rows[part])
         groups = values.unflatten(-1, (-1, NVFP4_GROUP))
         groups.mul_(decode_e4m3(row_scale[part]).unsqueeze(-1)).mul_(row_scale_2[part].unsqueeze(-1))
         out[part] = values
@@ -106,6 +104,17 @@ def encode_e2m1(x: Tensor) -> Tensor:
     torch.minimum(code, magnitude.mul_(0.5).round_().add_(4), out=code)
     sign = (x.view(torch.int32) >> 28).bitwise_and_(8)
     return code.to(torch.uint8).bitwise_or_(sign.to(torch.uint8))
+
+
+def pack_codes(code: Tensor) -> Tensor:
+    """uint8 [..., K/2] from codes uint8 [..., K] (contiguous), the even column in the low nibble."""
+    pairs = code.view(torch.int16)  # little-endian
+    return (pairs | (pairs >> 4)).to(torch.uint8)
+
+
+def decode_e2m1(packed: Tensor) -> Tensor:
+    """FP32 values [..., K] of packed codes [..., K/2]."""
+    return torch.nn.functional.embedding(packed.to(torch.int32), _pairs(packed.device)).flatten(-2)
 
 
 def _pairs(device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.errors import VariantError
-from moe_kernels.quant import fp8, nvfp4
+from moe_kernels.quant import codec, nvfp4
 from moe_kernels.records import ExpertWeights
 
 CACHE_VARIABLE = "MOE_PARITY_DEQUANT_CACHE_GB"
@@ -56,20 +56,12 @@ BUDGET = Budget()
 def expert_matrices(record: ExpertWeights, expert: int, which: str) -> Tensor:
     """FP32 [N, K] of one expert, dequantised exactly as the format says; `which` is "w13" or "w2".
 
-    FP8: q * scale, one FP32 rounding. NVFP4: e2m1 * scale * scale_2, gate and up each with their own scale_2.
+    gate and up are separate matrices: their own block rows in FP8 (ragged I), their own scalars.
     """
-    q: Tensor = getattr(record, which)[expert]
-    if record.format == "bf16":
-        return q.float()
-    scale: Tensor = getattr(record, f"{which}_scale")[expert]
-    # gate and up are separate matrices: their own block rows in FP8 (ragged I), their own scalar in NVFP4
-    halves = zip(q.chunk(2), scale.chunk(2), strict=True) if which == "w13" else [(q, scale)]
-    if record.format == "fp8":
-        return torch.cat([fp8.dequantize_weight_blocks(a, s) for a, s in halves])
-    if record.format == "nvfp4":
-        scale_2: Tensor = getattr(record, f"{which}_scale_2")[expert].reshape(-1)
-        return torch.cat([nvfp4.dequantize(a, s, g) for (a, s), g in zip(halves, scale_2, strict=True)])
-    raise VariantError(f"expert weights in format '{record.format}' cannot be dequantised here")
+    q, scale, scale_2 = record.parts(which)
+    scale, scale_2 = (None if x is None else x[expert] for x in (scale, scale_2))
+    matrix = codec.decode(record.format, q[expert], scale, scale_2)
+    return matrix.flatten(0, 1) if which == "w13" else matrix
 
 
 def unscaled_nvfp4(record: ExpertWeights, expert: int, which: str) -> Tensor:

@@ -230,8 +230,8 @@ def test_refusals(tiny_checkpoint: Path, tmp_path: Path) -> None:
     fp8 = quantize(tiny_checkpoint, tmp_path / "fp8", "fp8")
     with pytest.raises(FormatError, match="are fp8 already"):
         quantize(fp8, tmp_path / "again", "fp8")
-    with pytest.raises(FormatError, match="cannot write format 'mxfp4'; choose one of: bf16, fp8, nvfp4"):
-        quantize(tiny_checkpoint, tmp_path / "x", "mxfp4")
+    with pytest.raises(FormatError, match="cannot write format 'mxfp5'; choose one of: bf16, fp8, fp8_ct, fp8_channel"):
+        quantize(tiny_checkpoint, tmp_path / "x", "mxfp5")
     with pytest.raises(CheckpointError, match="exists already: give a new folder"):
         quantize(tiny_checkpoint, fp8, "nvfp4")
     nan = rewrite(tiny_checkpoint, tmp_path / "nan", lambda t: t["model.norm.weight"].fill_(float("nan")))
@@ -315,5 +315,5 @@ def test_calibrate_sees_what_the_experts_see(mini_checkpoint: Path) -> None:
 
 def test_quantize_record_refuses_unknown_formats() -> None:
     record = ExpertWeights("bf16", torch.ones(1, 32, 16).bfloat16(), torch.ones(1, 16, 16).bfloat16())
-    with pytest.raises(FormatError, match="cannot quantise to 'mxfp8'"):
-        quantize_record(record, "mxfp8")
+    with pytest.raises(FormatError, match="cannot quantise to 'mxfp5'"):
+        quantize_record(record, "mxfp5")
