@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -83,6 +84,21 @@ class MoELayer(ABC):
 
     Subclasses lay weights out in `__init__` once; `forward` must not change its inputs.
     """
+
+    switchable: frozenset[str] = frozenset()  # options looked up at each call, on which prepared weights do not depend
+
+    def sibling(self, spec: VariantSpec) -> MoELayer:
+        """The same prepared weights under other options; VariantError where more than `switchable` ones differ."""
+        def fixed(s: VariantSpec) -> dict[str, str]:
+            return {k: v for k, v in s.options.items() if k not in self.switchable}
+
+        if spec.base != self.spec.base or fixed(spec) != fixed(self.spec):
+            known = " and ".join(sorted(self.switchable)) or "none"
+            raise VariantError(f"'{spec}' cannot share the prepared weights of '{self.spec}'; options that can differ: "
+                               f"{known}")
+        other = copy.copy(self)
+        other.spec = spec
+        return other
 
     def __init__(
         self,

@@ -19,6 +19,8 @@ from moe_kernels.variants.weights import expert_matrices, stack
 class TorchLayer(MoELayer):
     """What the reference and emulated layers share: routing with `bias=`, and refusing reduced-precision FP32."""
 
+    switchable = frozenset(("bias", "scales"))
+
     def __init__(
         self, record: ExpertWeights, config: RoutingConfig, bias: Tensor | None, spec: VariantSpec
     ) -> None:
@@ -30,11 +32,11 @@ class TorchLayer(MoELayer):
                 f"'{torch.get_float32_matmul_precision()}'; call torch.set_float32_matmul_precision('highest')"
             )
         self.swiglu_limit = record.swiglu_limit
-        self.bias_dtype = torch.bfloat16 if spec.option("bias") == "bf16" else torch.float32
 
     def route(self, router_logits: Tensor) -> Routing:
         """See `moe_kernels.routing.route`; `bias=bf16` rounds the bias first."""
-        return route(router_logits, self.bias, self.config, bias_dtype=self.bias_dtype)
+        dtype = torch.bfloat16 if self.spec.option("bias") == "bf16" else torch.float32
+        return route(router_logits, self.bias, self.config, bias_dtype=dtype)
 
 
 def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:

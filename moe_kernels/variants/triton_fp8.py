@@ -49,6 +49,8 @@ class Fp8TritonLayer(MoELayer):
     the activation scales with another: the two launches that SGLang #28555 removed.
     """
 
+    switchable = frozenset(("bias", "scales"))
+
     def __init__(self, record: ExpertWeights, config: RoutingConfig, bias: Tensor | None, spec: VariantSpec) -> None:
         super().__init__(record, config, bias, spec)
         check_common(spec.base, config, bias)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from moe_kernels.capture import RoutingTrace
-from moe_kernels.errors import VariantError
 from moe_kernels.registry import MoELayer, VariantSpec, parse
 from service.config import EngineConfig
 from service.engine.batch import padded_tokens
@@ -30,7 +28,6 @@ from service.gpu.kv import GpuKV, Rows, to_device
 from service.gpu.weights import ModelWeights, from_transformers
 
 ROW_MULTIPLE = 16  # packed rows: Triton compiles a kernel again for counts that 16 does not divide
-SWITCHABLE = ("bias", "scales")  # options that share prepared weights, so that a layer can be switched in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,20 +73,10 @@ class GpuRunner:
     def add_variant(self, name: str) -> int:
         """Another variant over the same weights, for comparing within one process; returns its number for `use`.
 
-        Raises VariantError unless it is the same kernel with other values of the options `bias` and `scales`, which
-        are applied at each call and not when the weights are prepared.
+        Raises VariantError where the variant's prepared weights would be others.
         """
         spec = parse(name)
-        base = self.variants[0]
-        fixed = [{k: v for k, v in s.options.items() if k not in SWITCHABLE} for s in (spec, base)]
-        if spec.base != base.base or fixed[0] != fixed[1]:
-            raise VariantError(f"'{spec}' does not share prepared weights with '{base}': only the options "
-                               f"{' and '.join(SWITCHABLE)} can differ within one engine; compare two services instead")
-        layers = []
-        for layer in self._layers[0]:
-            other = copy.copy(layer)
-            other.spec = spec
-            layers.append(other)
+        layers = [layer.sibling(spec) for layer in self._layers[0]]
         self._layers.append(layers)
         self.variants.append(spec)
         self._switch(len(self.variants) - 1)
