@@ -1,30 +1,26 @@
-"""Puts a kernel variant into transformers' own Glm4MoeForCausalLM and loads a checkpoint into it."""
+"""Puts a kernel variant into transformers' own MoE models and loads a checkpoint into them."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.models.glm4_moe import modeling_glm4_moe
-from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMLP, Glm4MoeTopkRouter
-from transformers.monkey_patching import register_patch_mapping, unregister_patch_mapping
 
-from moe_kernels import registry
-from moe_kernels.batch_invariant import linear_rows, pad_rows, silu
+from moe_kernels import hf_blocks, registry
 from moe_kernels.cache import ensure_format
-from moe_kernels.capture import Observer, RoutingTrace, capture_moe_inputs, capture_routing
+from moe_kernels.capture import RoutingTrace, capture_moe_inputs, capture_routing
 from moe_kernels.errors import CheckpointError, FormatError, VariantError
 from moe_kernels.formats import Checkpoint, open_checkpoint
+from moe_kernels.formats.layer_kinds import mlp_layer_types
+from moe_kernels.hf_blocks import ParityMoE, router_bias
 from moe_kernels.records import WeightFormat
-from moe_kernels.registry import MoELayer, VariantSpec
+from moe_kernels.registry import VariantSpec
 
 __all__ = [
     "LoadedModel", "ParityMoE", "RoutingTrace", "capture_moe_inputs", "capture_routing", "load_model",
@@ -32,60 +28,17 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-MODEL_TYPE = "glm4_moe"
-_MOE_CLASS = "Glm4MoeMoE"
 _FP32_NAMES = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias")
-_patching = threading.Lock()  # transformers' patch registry is global
-
-
-class ParityRouter(Glm4MoeTopkRouter):
-    """The stock router's parameters; `forward` gives only the logits, since choosing is the variant's part.
-
-    A subclass, so that `output_router_logits=True` still finds it.
-    """
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor]:
-        """FP32 logits [T, E] of hidden [T, H]; on a CPU a row does not depend on the others."""
-        return (linear_rows(hidden.float(), self.weight),)
-
-
-class ParityMoE(nn.Module):
-    """Takes the place of Glm4MoeMoE: FP32 gate, one variant's layer for the routed experts, shared experts."""
-
-    def __init__(self, config) -> None:
-        super().__init__()
-        self.gate = ParityRouter(config)
-        self.shared_experts = Glm4MoeMLP(config, config.moe_intermediate_size * config.n_shared_experts)
-        self.top_k: int = config.num_experts_per_tok
-        self.layer: MoELayer | None = None  # set by load_model
-        self.layer_index = -1
-        self.observers: list[Observer] = []
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """[..., H] in and out, as the block it replaces."""
-        assert self.layer is not None, "load_model has not attached a variant"
-        hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
-        (logits,) = self.gate(hidden)
-        routed, routing = self.layer.forward(hidden, logits)
-        for observe in self.observers:
-            observe(self.layer_index, hidden, logits, routing)
-        return self.add_shared(routed, hidden).view_as(hidden_states)
-
-    def add_shared(self, routed: Tensor, hidden: Tensor) -> Tensor:
-        """Routed + shared experts [T, H]; the shared experts are not scaled by routed_scaling_factor."""
-        return routed + self.shared_experts(pad_rows(hidden))[: hidden.shape[0]]
-
-
-class _Silu(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return silu(x)
+# RoPE types whose frequencies are the same for every position of every sequence; "dynamic" and "longrope" change them
+# with the longest sequence of a batch.
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A model ready to run, and what it was made of.
 
-    `model` is transformers' Glm4MoeForCausalLM in eval mode; `path` the checkpoint really loaded (the
+    `model` is transformers' causal language model in eval mode; `path` the checkpoint really loaded (the
     quantised copy, where one was made); `resolved` the kernel that runs in each MoE layer.
     """
 
@@ -121,7 +74,7 @@ def load_model(
     device: torch.device | str = "cpu",
     attn_implementation: str = "sdpa",
 ) -> LoadedModel:
-    """Load a GLM-4-MoE checkpoint with one kernel variant in all of its MoE layers.
+    """Load a checkpoint of a supported model type with one kernel variant in all of its MoE layers.
 
     `dtype` is that of everything but the experts (the variant's), the router weight, its correction bias and
     the RoPE frequencies (FP32 always). A BF16 checkpoint is converted once where the variant needs FP8 or
@@ -136,9 +89,9 @@ def load_model(
     if dtype not in (torch.bfloat16, torch.float32):
         raise VariantError(f"dtype {dtype} is not supported; use bfloat16 or float32")
     checkpoint = _in_format(Path(path), spec)
-    if checkpoint.model_type != MODEL_TYPE:
+    if checkpoint.model_type not in hf_blocks.FAMILIES:
         raise FormatError(f"{checkpoint.path}: model_type '{checkpoint.model_type}' cannot be served yet, "
-                          f"only '{MODEL_TYPE}' (GLM-4.5, 4.5-Air, 4.6, 4.7)")
+                          f"only {', '.join(hf_blocks.FAMILIES)}")
     support = registry.supports(spec, where, checkpoint.shape)
     if not support.ok:
         nearest = f"; the nearest that runs: {support.nearest}" if support.nearest else ""
@@ -165,57 +118,41 @@ def _in_format(path: Path, spec: VariantSpec) -> Checkpoint:
     return open_checkpoint(converted)
 
 
-@contextmanager
-def _replaced() -> Iterator[None]:
-    """Glm4MoeMoE is ParityMoE inside; restored at the end, also after an error."""
-    original = getattr(modeling_glm4_moe, _MOE_CLASS)
-    with _patching:
-        setattr(modeling_glm4_moe, _MOE_CLASS, ParityMoE)
-        try:
-            yield
-        finally:
-            setattr(modeling_glm4_moe, _MOE_CLASS, original)
-
-
-@contextmanager
-def _registered() -> Iterator[None]:
-    """ParityMoE is registered with transformers inside, whose from_config then builds it for Glm4MoeMoE."""
-    original = getattr(modeling_glm4_moe, _MOE_CLASS)
-    with _patching:
-        register_patch_mapping({_MOE_CLASS: ParityMoE}, overwrite=True)
-        try:
-            yield
-        finally:
-            unregister_patch_mapping([_MOE_CLASS])
-            setattr(modeling_glm4_moe, _MOE_CLASS, original)  # transformers does not restore it after an error
+def _config(checkpoint: Checkpoint) -> Any:
+    """transformers' config, with layer kinds said as the checkpoint's tensors were matched."""
+    left_out = ("quantization_config", "compression_config", "auto_map", "model_type")
+    fields = {k: v for k, v in checkpoint.config.items() if k not in left_out}
+    if checkpoint.architecture.attention == "dsa":
+        fields.pop("layer_types", None)  # one value for all layers, renamed between transformers' releases
+    if checkpoint.model_type in ("glm4_moe_lite", "glm_moe_dsa"):
+        fields["mlp_layer_types"] = mlp_layer_types(fields, checkpoint.moe_layers)
+    config = AutoConfig.for_model(checkpoint.model_type, **fields)
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in _ROPE_TYPES:
+        raise FormatError(f"{checkpoint.path}: RoPE type '{kind}' makes a token's result depend on the sequences "
+                          f"beside it and is not served; supported: {', '.join(_ROPE_TYPES)}")
+    if getattr(config, "use_sliding_window", False):
+        raise FormatError(f"{checkpoint.path}: use_sliding_window is not supported; set it to false (no released "
+                          "Qwen3-MoE uses it)")
+    return config
 
 
 def _empty_model(
     checkpoint: Checkpoint, dtype: torch.dtype, attn_implementation: str, device: torch.device
 ) -> PreTrainedModel:
     """transformers' model on the meta device, with ParityMoE for its MoE blocks."""
-    left_out = ("quantization_config", "compression_config", "auto_map", "model_type")
-    fields = {k: v for k, v in checkpoint.config.items() if k not in left_out}
-    config = AutoConfig.for_model(checkpoint.model_type, **fields)
+    config = _config(checkpoint)
 
-    def build() -> PreTrainedModel:
+    def make() -> PreTrainedModel:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=False)
 
-    try:
-        with _registered():
-            model = build()
-    except ImportError:
-        # transformers 5.17 imports every optional module it knows (torchvision, ...) in search of the class
-        with _replaced():
-            model = build()
-    for index, block in enumerate(model.model.layers):
-        if isinstance(block.mlp, ParityMoE):
-            block.mlp.layer_index = index
-        mlp = block.mlp.shared_experts if isinstance(block.mlp, ParityMoE) else block.mlp
-        if device.type == "cpu" and config.hidden_act == "silu":
-            mlp.act_fn = _Silu()  # stock nn.SiLU depends on the batch, see batch_invariant.py
+    model = hf_blocks.build(checkpoint.model_type, make)
+    for index, layer in enumerate(model.model.layers):
+        if isinstance(layer.mlp, ParityMoE):
+            layer.mlp.layer_index = index
+    hf_blocks.use_invariant_silu(model, device)
     return model.eval().requires_grad_(False)
 
 
@@ -261,7 +198,7 @@ def _attach(
     for index in checkpoint.moe_layers:
         block = model.model.layers[index].mlp
         record = checkpoint.experts(index).to(device)
-        block.layer = make(record, checkpoint.routing, block.gate.e_score_correction_bias, spec)
+        block.layer = make(record, checkpoint.routing, router_bias(block), spec)
         resolved[index] = block.layer.resolved()
     return resolved
 
