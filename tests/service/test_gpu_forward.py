@@ -142,15 +142,19 @@ def test_variants_share_weights(tiny_checkpoint: Path) -> None:
             layer.mlp.layer.bias.add_(6.94)
     prompts = prompts_of([12, 30])
     ask = dict(max_tokens=8, ignore_eos=True, **GREEDY)
+
+    def alone(engine):  # one by one: FP32 rows on a CPU round differently beside others
+        return [generate(engine, [prompt], **ask)[0] for prompt in prompts]
+
     with Running(base, **OWN) as engine:
-        first = generate(engine, prompts, **ask)
+        first = alone(engine)
         number = engine.call(lambda: engine.runner.add_variant("fp8/emulated:bias=bf16,scales=copied"))
         engine.call(lambda: engine.runner.use(number))
-        switched = generate(engine, prompts, **ask)
+        switched = alone(engine)
         engine.call(lambda: engine.runner.use(0))
-        again = generate(engine, prompts, **ask)
+        again = alone(engine)
     with Running(other, **OWN) as engine:
-        want = generate(engine, prompts, **ask)
+        want = alone(engine)
     assert [a.logprobs for a in switched] == [a.logprobs for a in want]
     assert [a.logprobs for a in again] == [a.logprobs for a in first]
     assert [a.logprobs for a in switched] != [a.logprobs for a in again], "the bias in BF16 must show somewhere"
