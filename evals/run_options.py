@@ -118,7 +118,7 @@ def arm_specs(
 ) -> tuple[ArmSpec, ...]:
     """Arms from the command line: the baseline, then candidates in the order variants, URLs, variant files."""
     if sum(b is not None for b in (baseline, baseline_url, baseline_file)) != 1:
-        raise UsageError("give exactly one of --baseline VARIANT, --baseline-url URL and --baseline-file FILE")
+        raise UsageError("give exactly one of --baseline VARIANT and --baseline-url URL (or --baseline-file FILE)")
     if not candidates and not candidate_urls and not candidate_files:
         raise UsageError("give at least one --candidate VARIANT, --candidate-url URL or --candidate-file FILE")
     arms = [ArmSpec(BASELINE, baseline, base_url(baseline_url) if baseline_url else None, baseline_file)]

@@ -147,7 +147,7 @@ def to_run_options(options: argparse.Namespace) -> Any:
         endpoint=options.endpoint or "completions",
         max_tokens=spec.max_tokens if options.max_tokens is None else options.max_tokens,
         temperature=options.temperature, top_p=options.top_p, seed=options.seed,
-        concurrency=options.concurrency or 32,
+        concurrency=32 if options.concurrency is None else options.concurrency,
         chat_template_kwargs=_json(options.chat_template_kwargs, "--chat-template-kwargs"),
         extra_body=_json(options.extra_body, "--extra-body"), logprobs=logprobs, system=options.system,
         prefix=options.prompt_prefix,
