@@ -1,4 +1,4 @@
-"""Command line of the service: `service --model PATH|mini --variant NAME`."""
+"""Command line of the service: `service --model PATH|mini --variant NAME`, and `service bench`."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-model-len", type=count, help="tokens one sequence may hold (default: the model's)")
     p.add_argument("--kv-blocks", type=count, help="KV cache blocks in all")
     p.add_argument("--kv-block", type=count, default=16, help="tokens a KV block (default: %(default)s)")
-    p.add_argument("--max-batch-tokens", type=count, default=512, help="tokens a step (default: %(default)s)")
-    p.add_argument("--max-seqs", type=count, default=64, help="sequences at once (default: %(default)s)")
+    p.add_argument("--max-batch-tokens", type=count, help="tokens a step (default: 512; on a GPU 8192)")
+    p.add_argument("--max-seqs", type=count, help="sequences at once (default: 64; on a GPU 128)")
     p.add_argument("--max-waiting", type=count, default=4096, help="queued sequences before 429 (default: %(default)s)")
     p.add_argument(
         "--max-sequences-per-request",
@@ -69,6 +69,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     p.add_argument("--log-prompts", action="store_true", help="write prompt text to the log (never done otherwise)")
+    p.add_argument("--load-format", choices=("auto", "random"), default="auto",
+                   help="random: seeded random weights for --model's config.json, made on the device")
+    p.add_argument("--seed", type=_at_least(0), default=0, help="of --load-format random (default: %(default)s)")
+    p.add_argument("--attention-dtype", choices=("bf16", "fp8"), default="bf16",
+                   help="of the attention projections of --load-format random (default: %(default)s)")
+    p.add_argument("--num-layers", type=count, help="layers of --load-format random (default: the config's)")
+    p.add_argument("--no-cuda-graph", action="store_true", help="decode without CUDA graphs (GPU only)")
     p.add_argument("--selftest", action="store_true", help=argparse.SUPPRESS)  # for `evals selftest`
     p.add_argument("--trust-remote-code", action="store_true", help="refused: code in checkpoints is never run")
     return p
@@ -76,6 +83,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the service; exit code 2 and one line on stderr for anything a user can cause."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv[:1] == ["bench"]:
+        from service.bench.cli import main as bench
+
+        return bench(argv[1:])
     p = parser()
     args = p.parse_args(argv)
     if args.trust_remote_code:
@@ -104,14 +116,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             log_prompts=args.log_prompts,
             drain_seconds=max(args.drain_seconds, 0.0),
             selftest=args.selftest,
+            load_format=args.load_format,
+            seed=args.seed,
+            attention_dtype=args.attention_dtype,
+            num_layers=args.num_layers,
             engine=EngineConfig(
                 max_model_len=args.max_model_len,
                 kv_block=args.kv_block,
                 kv_blocks=args.kv_blocks,
-                max_batch_tokens=args.max_batch_tokens,
-                max_seqs=args.max_seqs,
+                max_batch_tokens=args.max_batch_tokens or (512 if args.device == "cpu" else 8192),
+                max_seqs=args.max_seqs or (64 if args.device == "cpu" else 128),
                 max_waiting=args.max_waiting,
                 max_logprobs=args.max_logprobs,
+                cuda_graph=not args.no_cuda_graph,
             ),
         )
         return launch.run(options)

@@ -8,8 +8,9 @@ import os
 import socket
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from moe_kernels import embedded
 from service.api.app import create_app
@@ -41,12 +42,21 @@ class Options:
     log_prompts: bool = False
     drain_seconds: float = 30.0
     selftest: bool = False
+    load_format: str = "auto"
+    seed: int = 0
+    attention_dtype: str = "bf16"
+    num_layers: int | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
-def checkpoint_path(model: str) -> Path:
-    """The checkpoint folder ('mini': the embedded one, hashes checked), or a MoeParityError saying what is wrong."""
+def checkpoint_path(model: str, load_format: str = "auto") -> Path:
+    """The checkpoint folder ('mini': the embedded one, hashes checked), or a MoeParityError saying what is wrong.
+
+    With `load_format` "random" also a config.json alone.
+    """
     path = embedded.resolve(model)
+    if load_format == "random" and path.is_file():
+        return path
     if not path.exists():
         raise StartupError(f"--model {model}: no such folder; give the folder of a Hugging Face checkpoint")
     if not (path / "config.json").is_file():
@@ -60,22 +70,13 @@ def load(options: Options, path: Path, name: str) -> Loaded:
     """Load weights and tokenizer, start the engine, take the fingerprint. Minutes for a large model."""
     import torch
 
-    from moe_kernels.hf import load_model
-    from service import attention, fingerprint
+    from service import fingerprint
     from service.engine.engine import Engine
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    attention.register()
-    tokenizer = Tokenizer.load(path)
-    model = load_model(
-        path,
-        options.variant,
-        dtype=getattr(torch, options.dtype),
-        device=options.device,
-        attn_implementation=attention.NAME,
-    )
-    engine = Engine(model, tokenizer, options.engine)
+    model, tokenizer, settings = load_weights(options, path)
+    engine = Engine(model, tokenizer, settings)
     engine.start()
     engine.call(lambda: torch.set_num_threads(threads))
     said = fingerprint.build(model, tokenizer, engine, name)
@@ -92,13 +93,41 @@ def load(options: Options, path: Path, name: str) -> Loaded:
     )
 
 
+def load_weights(options: Options, path: Path) -> tuple[Any, Tokenizer, EngineConfig]:
+    """The model (a checkpoint's, or a random one), its tokenizer, and the engine settings that suit the device."""
+    import torch
+
+    dtype = getattr(torch, options.dtype)
+    settings = options.engine
+    if options.selftest:  # its faults are put into transformers' modules
+        settings = replace(settings, forward="transformers")
+    if options.load_format == "random":
+        from service.gpu import random_model
+        from service.gpu.id_tokenizer import IdTokenizer
+
+        random = random_model.build(path, options.variant, seed=options.seed, device=options.device, dtype=dtype,
+                                    attention_dtype=options.attention_dtype, num_layers=options.num_layers)
+        folder = path if path.is_dir() else path.parent
+        tokenizer = (Tokenizer.load(folder) if path.is_dir() and (folder / "tokenizer.json").is_file()
+                     else IdTokenizer(int(random.config.vocab_size)))
+        return random, tokenizer, settings
+    from moe_kernels.hf import load_model
+    from service import attention
+
+    attention.register()
+    tokenizer = Tokenizer.load(path)
+    model = load_model(path, options.variant, dtype=dtype, device=options.device, attn_implementation=attention.NAME)
+    return model, tokenizer, settings
+
+
 def run(options: Options) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises MoeParityError for what a user can cause."""
-    path = checkpoint_path(options.model)
+    path = checkpoint_path(options.model, options.load_format)
     sock = bind(options.host, options.port)
     try:
         _check_variant(options)
-        name = options.served_model_name or ("mini" if options.model == "mini" else path.name)
+        name = options.served_model_name or ("mini" if options.model == "mini" else path.stem
+                                             if path.is_file() else path.name)
         settings = ApiSettings(
             name,
             str(path),
