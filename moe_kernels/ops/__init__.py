@@ -15,8 +15,8 @@ from moe_kernels.ops.elementwise import (
     swiglu,
     swiglu_quantised,
 )
-from moe_kernels.ops.linear import Bf16Linear, Fp8Linear, router_logits
-from moe_kernels.ops.reference import Quantised, greedy_argmax, quantise, rope_table
+from moe_kernels.ops.linear import Bf16Linear, Fp8Linear, quantise, router_logits
+from moe_kernels.ops.reference import Quantised, greedy_argmax, rope_table
 
 __all__ = [
     "Bf16Linear", "Fp8Linear", "Quantised", "add_rms_norm", "add_rms_norm_quantised", "greedy_argmax", "paged_decode",

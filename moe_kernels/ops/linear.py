@@ -1,6 +1,13 @@
-"""Linear layers of BF16 activations: block-FP8 weights, BF16 weights, and the FP32 router."""
+"""Linear layers of BF16 activations: block-FP8 weights, BF16 weights, and the FP32 router.
+
+A row's bits do not depend on the number of rows: K is cut into parts by a rule that knows the weight's shape only, and
+every kernel sums a part's blocks, and then the parts, in the same order (`kernels/linear.py`).
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +16,108 @@ from torch import Tensor
 from moe_kernels.errors import ContractError
 from moe_kernels.ops import reference
 from moe_kernels.ops.reference import Quantised
+from moe_kernels.ops.runtime import capability, ceil_div, kernels_run, launch_options, next_power_of_2
 from moe_kernels.quant.fp8 import E4M3
 from moe_kernels.records import FP8_BLOCK
 
+FEW = 128  # rows up to which weights take the tensor core's M side and K is split
 
-class Fp8Linear:
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch parameters: `rows` tokens by `columns` outputs a program, warps and pipeline stages."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def split_count(rows: int, columns: int) -> int:
+    """Parts of K for a weight [rows, columns]: enough programs of 64 rows to fill 132 SMs twice, not tiny parts."""
+    tiles, blocks, splits = ceil_div(rows, 64), columns // 128, 1
+    while splits < 8 and tiles * splits * 2 <= 264 and blocks >= 5 * splits * 2:
+        splits *= 2
+    return splits
+
+
+def tile_of(tokens: int, element_size: int) -> Tile:
+    """Default launch parameters for a number of rows and the bytes of a weight."""
+    if tokens > FEW:
+        return Tile(128, 128, 8, 4 if element_size == 1 else 3)
+    rows = max(16, next_power_of_2(tokens))
+    stages = {16: 6, 32: 5, 64: 5, 128: 4}[rows]
+    return Tile(rows, 64, 4, stages if element_size == 1 else max(3, stages - 2))
+
+
+def quantise(x: Tensor) -> Quantised:
+    """Per token and 128 columns, as an `Fp8Linear` reads them: x [T, K] -> E4M3 [T, K], FP32 [K/128, T]."""
+    if not kernels_run(x):
+        return reference.quantise(x)
+    from moe_kernels.variants.triton.pipeline import quantise_hidden
+
+    return Quantised(*quantise_hidden(x.contiguous()))
+
+
+class _Linear:
+    """What both formats share: the launches."""
+
+    def __init__(self, weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> None:
+        self.weight, self.scale, self.bias = weight.contiguous(), scale, bias
+        self.rows, self.columns = weight.shape
+        self.splits = split_count(self.rows, self.columns)
+        self.override: Tile | None = None  # set by the tuner
+        self._operands: dict[tuple[int, int], Any] = {}
+
+    def _operand(self, tensor: Tensor, rows: int, tma: bool) -> Any:
+        """The tensor, or a TMA descriptor of [rows, 128] tiles; the weight's are kept."""
+        if not tma:
+            return tensor
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        if tensor is not self.weight:
+            return TensorDescriptor.from_tensor(tensor, [rows, 128])
+        key = (tensor.data_ptr(), rows)
+        if key not in self._operands:
+            self._operands[key] = TensorDescriptor.from_tensor(tensor, [rows, 128])
+        return self._operands[key]
+
+    def _launch(self, x: Tensor, x_scale: Tensor | None, *, keep_split: bool) -> Tensor:
+        from moe_kernels.ops.kernels import linear as kernels
+        from moe_kernels.ops.kernels.norm import sum_splits_kernel
+
+        tokens = x.shape[0]
+        tile = self.override or tile_of(tokens, self.weight.element_size())
+        few = tokens <= FEW
+        split = few and self.splits > 1
+        size = (self.splits, tokens, self.rows) if split else (tokens, self.rows)
+        out = torch.empty(size, dtype=torch.float32 if split else torch.bfloat16, device=x.device)
+        if tokens == 0:
+            return out.sum(0).bfloat16() if split else out
+        tma = capability(x.device) >= 90
+        blocks, options = ceil_div(self.rows, tile.columns), launch_options(x)
+        bias = None if split else self.bias
+        arguments = (x_scale if x_scale is not None else x, self._operand(self.weight, tile.columns, tma),
+                     self.scale if self.scale is not None else x, bias if bias is not None else x, out, tokens)
+        constants = dict(N=self.rows, K=self.columns, SPLITS=self.splits, BT=tile.rows, BN=tile.columns,
+                         FP8=self.scale is not None, HAS_BIAS=bias is not None, TMA=tma, STAGES=tile.stages,
+                         num_warps=tile.warps, num_stages=tile.stages, **options)
+        if few:
+            kernels.linear_few_kernel[(blocks * self.splits * ceil_div(tokens, tile.rows),)](x, *arguments, **constants)
+        else:
+            kernels.linear_many_kernel[(blocks * ceil_div(tokens, tile.rows),)](
+                self._operand(x, tile.rows, tma), *arguments, GROUP=8, **constants)
+        if not split or keep_split:
+            return out
+        total = torch.empty(tokens, self.rows, dtype=torch.bfloat16, device=x.device)
+        block = min(1024, next_power_of_2(self.rows))
+        sum_splits_kernel[(tokens * ceil_div(self.rows, block),)](
+            out, total if self.bias is None else self.bias, total, tokens, N=self.rows, BLOCK=block,
+            SPLITS=self.splits, HAS_BIAS=self.bias is not None, num_warps=4, **options)
+        return total
+
+
+class Fp8Linear(_Linear):
     """x @ weight.T + bias: weight E4M3 [N, K] in 128x128 blocks, activations 1x128, FP32 sums, BF16 result.
 
     `weight_scale_inv` FP32 [ceil(N/128), K/128] multiplies; bias BF16 or FP32 [N] is added to the FP32 sum before it
@@ -29,34 +133,59 @@ class Fp8Linear:
         if weight_scale_inv.dtype != torch.float32 or tuple(weight_scale_inv.shape) != wanted:
             raise ContractError(f"weight_scale_inv must be FP32 {wanted}, got {weight_scale_inv.dtype} "
                                 f"{tuple(weight_scale_inv.shape)}")
-        self.weight, self.scale = weight.contiguous(), weight_scale_inv.contiguous()
-        self.bias = bias
+        super().__init__(weight, weight_scale_inv.contiguous(), bias)
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
         """BF16 [T, N] from BF16 [T, K] or what an `..._quantised` function made of it."""
-        quantised = x if isinstance(x, Quantised) else reference.quantise(x)
-        return reference.linear_fp8(quantised, self.weight, self.scale, self.bias, torch.bfloat16)
+        return self._run(x, keep_split=False)
 
     def split(self, x: Tensor | Quantised) -> Tensor:
         """As the call, or split sums FP32 [S, T, N] where that is faster; only without bias."""
-        return self(x)
+        return self._run(x, keep_split=self.bias is None)
+
+    def _run(self, x: Tensor | Quantised, *, keep_split: bool) -> Tensor:
+        values = x if isinstance(x, Quantised) else quantise(x)
+        if not kernels_run(values.q):
+            assert self.scale is not None
+            return reference.linear_fp8(values, self.weight, self.scale, self.bias, torch.bfloat16)
+        return self._launch(values.q, values.scale, keep_split=keep_split)
 
 
-class Bf16Linear:
-    """x @ weight.T + bias in BF16 with FP32 sums: weight [N, K]."""
+class Bf16Linear(_Linear):
+    """x @ weight.T + bias in BF16 with FP32 sums: weight [N, K].
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight, self.bias = weight, bias
+    With `invariant` (the default) a row's bits do not depend on T; without, or where K is no multiple of 128, torch's
+    own product is used (cuBLAS picks its kernel by T).
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, invariant: bool = True) -> None:
+        super().__init__(weight, None, bias)
+        self.ours = invariant and weight.dtype == torch.bfloat16 and self.columns % 128 == 0
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, N] from [T, K]."""
-        return F.linear(x, self.weight, self.bias)
+        return self._run(x, keep_split=False)
 
     def split(self, x: Tensor) -> Tensor:
         """As the call, or split sums FP32 [S, T, N] where that is faster; only without bias."""
-        return self(x)
+        return self._run(x, keep_split=self.bias is None)
+
+    def _run(self, x: Tensor, *, keep_split: bool) -> Tensor:
+        if not (self.ours and kernels_run(x)):
+            return F.linear(x, self.weight, self.bias)
+        return self._launch(x.contiguous(), None, keep_split=keep_split)
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """FP32 [T, E] from x [T, H] and weight FP32 [E, H]: exact products, FP32 sums, no TF32."""
-    return reference.router_logits(x, weight)
+    if not kernels_run(x):
+        return reference.router_logits(x, weight)
+    from moe_kernels.ops.kernels.linear import router_kernel
+
+    tokens, experts = x.shape[0], weight.shape[0]
+    out = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+    if tokens:
+        rows = 1 if tokens == 1 else min(16, next_power_of_2(ceil_div(tokens, 8)))
+        router_kernel[(ceil_div(experts, 2) * ceil_div(tokens, rows),)](
+            x, weight, out, tokens, experts, H=x.shape[1], BT=rows, BE=2, BK=512, num_warps=4, **launch_options(x))
+    return out

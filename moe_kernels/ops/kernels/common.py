@@ -1,0 +1,24 @@
+"""Shared by the serving kernels: the wait of a dependent launch, and rows that may still be split sums."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Wait until the launches before have finished and their writes are seen, then let the next one's blocks in."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def load_rows(x, at, plane, mask, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
+    """Elements at offsets `at` in DTYPE; with SPLITS > 0 the sum of that many FP32 planes `plane` apart, rounded."""
+    value = tl.load(x + at, mask=mask, other=0.0)
+    for s in tl.static_range(1, SPLITS):
+        value += tl.load(x + s * plane + at, mask=mask, other=0.0)
+    return value.to(DTYPE)
