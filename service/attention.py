@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from service.engine.kv_cache import ZERO_BLOCK, PagedKV
+from service.engine.kv_cache import ZERO_BLOCK
 
 NAME = "moe_parity_paged"
 QUERY_TILE = 128  # queries of a prefill chunk attended at once: bounds the mask's size
@@ -66,7 +66,7 @@ class AttentionPlan:
 class PagedContext:
     """What travels through the model's keyword arguments to the attention function."""
 
-    kv: PagedKV
+    kv: Any  # PagedKV here, PagedLatent in service.latent
     plan: AttentionPlan
 
 
@@ -180,10 +180,10 @@ def attend(paged: PagedContext, query: Tensor, layer: int, scaling: float) -> Te
         v = v_pool.index_select(0, group.table).view(n, -1, kv.heads, dim).transpose(1, 2)
         q = rows[group.start : group.start + n * q_count]
         if q_count == 1:
-            out = _sdpa(q, k, v, group.mask, scaling, steps.min_rows).reshape(n, width)
+            out = sdpa(q, k, v, group.mask, scaling, steps.min_rows).reshape(n, width)
         else:
             q = q.transpose(0, 1).reshape(1, kv.heads, q_count * per_kv, dim)
-            out = _sdpa(q, k, v, group.mask, scaling, steps.min_rows)
+            out = sdpa(q, k, v, group.mask, scaling, steps.min_rows)
             out = out.view(kv.heads, q_count, per_kv, dim).transpose(0, 1).reshape(q_count, width)
         parts.append(out)
     if steps.tokens < tokens:
@@ -191,7 +191,7 @@ def attend(paged: PagedContext, query: Tensor, layer: int, scaling: float) -> Te
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, min_rows: int) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, min_rows: int) -> Tensor:
     """SDPA with at least `min_rows` query rows: products with fewer take other code paths and round differently."""
     rows = q.shape[2]
     if rows >= min_rows:
@@ -232,7 +232,7 @@ def _bit_equal(kv_heads: int, per_kv: int, dim: int, dtype: torch.dtype, tile: i
         q = queries[:, first : first + count].reshape(1, kv_heads, count * per_kv, dim).expand(batch, -1, -1, -1)
         rows = torch.arange(first, first + count, device=device_type).repeat_interleave(per_kv)
         mask = (columns[:length] <= rows[:, None])[None, None]
-        out = _sdpa(q, k[None, :, :length].expand(batch, -1, -1, -1), v[None, :, :length].expand(batch, -1, -1, -1),
+        out = sdpa(q, k[None, :, :length].expand(batch, -1, -1, -1), v[None, :, :length].expand(batch, -1, -1, -1),
                     mask, dim**-0.5, min_rows)
         return out[-1].view(kv_heads, count, per_kv, dim)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,3 +87,58 @@ class PagedKV:
         index = torch.tensor(blocks, device=self.device)
         self.k.index_fill_(1, index, 0)
         self.v.index_fill_(1, index, 0)
+
+
+class PagedLatent:
+    """What multi-head latent attention caches: [layers, blocks + 1, block, latent + rope], zero at the start.
+
+    A row is a token's compressed latent and its rotated shared key. Layers with an indexer (DSA) have a second pool of
+    index keys. transformers hands both over at other places in other releases, so `service.latent` stores them;
+    `update` is only called.
+    """
+
+    def __init__(self, layers: int, blocks: int, block: int, latent: int, rope: int, dtype: torch.dtype,
+                 device: torch.device, index_layers: Iterable[int] = (), index_dim: int = 0) -> None:
+        self.block, self.latent, self.rope, self.dtype, self.device = block, latent, rope, dtype, device
+        self.pool = torch.zeros(layers, blocks + 1, block, latent + rope, dtype=dtype, device=device)
+        self.index_keys = {i: torch.zeros(blocks + 1, block, index_dim, dtype=dtype, device=device)
+                           for i in index_layers}
+        self.slots: Tensor | None = None  # as PagedKV's
+        self.plan: Any = None  # the step's attention plan, for the indexer
+
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Nothing: see the class."""
+        return key, value
+
+    def store(self, latent: Tensor, rotated: Tensor, layer: int) -> None:
+        """Rows [T, latent] and [T, rope] of the packed tokens; padding rows are not stored."""
+        self._write(self.pool[layer], torch.cat([latent, rotated], dim=-1))
+
+    def store_index(self, key: Tensor, layer: int) -> None:
+        """Rows [T, index_dim]."""
+        self._write(self.index_keys[layer], key)
+
+    def _write(self, pool: Tensor, rows: Tensor) -> None:
+        if self.slots is None:
+            raise RuntimeError("the KV pool has no slots set: call the model through service.engine")
+        pool.view(-1, pool.shape[-1]).index_copy_(0, self.slots, rows[: self.slots.shape[0]])
+
+    def gather(self, layer: int, table: Tensor, sequences: int) -> tuple[Tensor, Tensor]:
+        """Latents [sequences, length, latent] and rotated keys [sequences, length, rope] of the blocks in `table`."""
+        rows = self.pool[layer].index_select(0, table).view(sequences, -1, self.latent + self.rope)
+        latent, rotated = rows.split([self.latent, self.rope], dim=-1)
+        return latent, rotated
+
+    def gather_index(self, layer: int, table: Tensor, sequences: int) -> Tensor:
+        """Index keys [sequences, length, index_dim]."""
+        pool = self.index_keys[layer]
+        return pool.index_select(0, table).view(sequences, -1, pool.shape[-1])
+
+    def zero(self, blocks: list[int]) -> None:
+        """Wipe blocks that may hold NaN, as PagedKV.zero."""
+        index = torch.tensor(blocks, device=self.device)
+        self.pool.index_fill_(1, index, 0)
+        for pool in self.index_keys.values():
+            pool.index_fill_(0, index, 0)

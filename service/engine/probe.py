@@ -12,6 +12,7 @@ from service.engine.engine import Engine
 from service.engine.types import GenerationRequest, SamplingParams, StepEvent
 
 LENGTHS = (3, 17, 40, 66)
+SPARSE_BEYOND = 41  # tokens
 NEW_TOKENS = 6
 TIMEOUT = 300.0  # seconds for one round
 
@@ -37,12 +38,15 @@ class Probe:
 def run_probe(engine: Engine, rounds: int = 2) -> Probe:
     """Greedy answers to four random prompts, alone and together, `rounds` times; the engine must be running.
 
-    Prompts that do not fit the engine's limits are shortened. Takes about 80 small steps.
+    Prompts that do not fit the engine's limits are shortened. Takes about 80 small steps. A model with sparse attention
+    gets a fifth prompt, long enough that tokens are left out.
     """
     generator = torch.Generator().manual_seed(20)
     longest = max(1, engine.max_model_len - NEW_TOKENS)
+    sparse_from = getattr(getattr(engine.runner, "kind", None), "sparse_from", None)
+    lengths = LENGTHS if sparse_from is None else (*LENGTHS, sparse_from + SPARSE_BEYOND)
     prompts = [torch.randint(0, engine.runner.vocab, (min(n, longest),), generator=generator).tolist()
-               for n in LENGTHS]
+               for n in lengths]
     alone = [_run(engine, [prompt])[0] for prompt in prompts]
     batches = [_run(engine, prompts) for _ in range(rounds)]
     invariant = all(batch == alone for batch in batches)

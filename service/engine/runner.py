@@ -15,7 +15,8 @@ from service.config import EngineConfig
 from service.engine.batch import Batch, pack
 from service.engine.flight import Pending, Ready
 from service.engine.forward import PackedForward
-from service.engine.kv_cache import PagedKV
+from service.engine.kinds import attention_kind
+from service.engine.kv_cache import PagedKV, PagedLatent
 from service.engine.routing import RoutingTap
 from service.engine.sampler import Row, sample
 from service.engine.scheduler import Chunk
@@ -68,7 +69,7 @@ def default_blocks(loaded: Loaded, config: EngineConfig, positions: int) -> int:
 
 
 class ModelRunner:
-    """The model, its KV pool and the attention tiles that fit it."""
+    """The model, and the paged attention that fits it."""
 
     overlapped = False  # every token is read in the step that computes it
     cuda_graph = False
@@ -77,29 +78,21 @@ class ModelRunner:
 
     def __init__(self, loaded: Loaded, blocks: int, block: int) -> None:
         model = loaded.model
-        attention.register()
-        if model.config._attn_implementation != attention.NAME:
-            model.set_attn_implementation(attention.NAME)
+        kind = attention_kind(model, blocks, block)
         self.model = model
-        config = model.config
-        parameter = next(model.parameters())
-        self.device = parameter.device
-        self.dtype = model.model.layers[0].self_attn.k_proj.weight.dtype
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        self.vocab = config.vocab_size
-        self.attention_name = attention.NAME
+        self.device = next(model.parameters()).device
+        self.dtype, self.tiles, self.kv = kind.dtype, kind.tiles, kind.kv
+        self.kind = kind
+        self.vocab = model.config.vocab_size
+        self.attention_name = kind.name
         self.block = block
-        self.per_kv = heads // kv_heads
-        self.tiles = attention.choose_tiles(kv_heads, self.per_kv, head_dim, self.dtype, block, self.device.type)
-        self.kv = PagedKV(config.num_hidden_layers, blocks, block, kv_heads, head_dim, self.dtype, self.device)
         self.blocks = blocks
         self.routing = RoutingTap(model)
         # transformers 5.24 renamed `past_key_values` to `cache` everywhere.
         names = inspect.signature(inspect.unwrap(type(model.model.layers[0]).forward)).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self.packed: PackedForward | None = None
-        self.packed = self._try_packed(heads)
+        self.packed = self._try_packed()
 
     def split(self, chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
         """Chunks to pack into one forward, and chunks for `decode`: none here."""
@@ -115,7 +108,7 @@ class ModelRunner:
 
     def pack(self, chunks: list[Chunk]) -> Batch:
         """Flat tensors for a step."""
-        return pack(chunks, self.block, self.per_kv, self.kv.heads * self.kv.head_dim, self.tiles, self.device)
+        return pack(chunks, self.block, self.kind.heads_per_kv, self.kind.row, self.tiles, self.device)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Final hidden states [T, hidden] of all packed rows, padding included; writes the KV pool."""
@@ -127,16 +120,18 @@ class ModelRunner:
     def stock_hidden(self, batch: Batch) -> Tensor:
         """The same by transformers' own forward."""
         self.kv.slots = batch.slots
+        if isinstance(self.kv, PagedLatent):
+            self.kv.plan = batch.attention
         out = self.model.model(
             input_ids=batch.ids, position_ids=batch.positions, use_cache=True,
-            paged=attention.PagedContext(self.kv, batch.attention), **{self._cache_name: self.kv},
+            paged=attention.PagedContext(self.kv, batch.attention), **{self._cache_name: self.kv}, **self.kind.inputs,
         )
         return out.last_hidden_state[0]
 
     @torch.inference_mode()
-    def _try_packed(self, heads: int) -> PackedForward | None:
+    def _try_packed(self) -> PackedForward | None:
         """The packed forward if it gives transformers' bits on random tokens: lone rows, a chunk, a mix."""
-        if self.model.config.model_type not in PACKABLE:
+        if self.model.config.model_type not in PACKABLE or not isinstance(self.kv, PagedKV):
             return None
         generator = torch.Generator().manual_seed(1)
         batches = []
@@ -150,6 +145,7 @@ class ModelRunner:
             if first <= self.blocks + 1:
                 batches.append(self.pack(chunks))
         want = [self.stock_hidden(batch) for batch in batches]
+        heads = self.model.config.num_attention_heads
         packed = PackedForward(self.model, heads, self.kv.heads, self.kv.head_dim)
         self.packed = packed
         same = all(torch.equal(self.hidden(batch), stock) for batch, stock in zip(batches, want, strict=True))

@@ -123,7 +123,7 @@ def test_min_rows_padding_changes_no_result() -> None:
     q, k, v = (torch.randn(3, 2, n, 16) for n in (2, 64, 64))
     mask = torch.rand(3, 1, 1, 64) < 0.5
     mask[..., 0] = True
-    torch.testing.assert_close(attention._sdpa(q, k, v, mask, 0.3, 8), attention._sdpa(q, k, v, mask, 0.3, 1))
+    torch.testing.assert_close(attention.sdpa(q, k, v, mask, 0.3, 8), attention.sdpa(q, k, v, mask, 0.3, 1))
 
 
 def test_needs_the_engine() -> None:
