@@ -73,6 +73,8 @@ def load(options: Options, path: Path, name: str) -> Loaded:
     from service import fingerprint
     from service.engine.engine import Engine
 
+    # libgomp keeps a team of threads for every thread that ever ran a parallel region, and with more than there are
+    # cores its workers no longer spin but sleep: decoding took twice as long. So only the engine's thread gets a team.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     model, tokenizer, settings = load_weights(options, path)
