@@ -18,7 +18,15 @@ def begin(PDL: tl.constexpr):
 @triton.jit
 def load_rows(x, at, plane, mask, SPLITS: tl.constexpr, DTYPE: tl.constexpr):
     """Elements at offsets `at` in DTYPE; with SPLITS > 0 the sum of that many FP32 planes `plane` apart, rounded."""
-    value = tl.load(x + at, mask=mask, other=0.0)
+    value = _load(x + at, mask)
     for s in tl.static_range(1, SPLITS):
-        value += tl.load(x + s * plane + at, mask=mask, other=0.0)
+        value += _load(x + s * plane + at, mask)
     return value.to(DTYPE)
+
+
+@triton.jit
+def _load(at, mask):
+    if mask is None:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=mask, other=0.0)
