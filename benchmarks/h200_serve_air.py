@@ -1,0 +1,211 @@
+"""Phases of h200_serve.py on GLM-4.5-Air's shape: random block-FP8 weights, rates after and before the change."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from service.bench import local
+from service.bench.rounds import Comparison, compare
+from service.config import EngineConfig
+from service.engine.engine import Engine
+from service.gpu import random_model
+
+CONFIG = Path(__file__).resolve().parent / "configs" / "glm-4.5-air-random.json"
+AFTER, BEFORE = "fp8/triton", "fp8/triton:bias=bf16,scales=copied"
+GOALS = {1: 190.0, 8: 1300.0, 128: 5000.0}
+PEER = {1: 150.9, 8: 1041.0}  # vLLM 0.26.0, CUDA graphs, no inductor (docs: design.md §6), another run
+SIZES = (1, 8, 32, 128)
+
+
+def build(report: Any, args: Any) -> Engine:
+    """The model and its engine, with what they hold of the card."""
+    began = time.time()
+    model = random_model.build(CONFIG, AFTER, seed=1, device="cuda", attention_dtype="fp8", num_layers=args.layers)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    weights = model.weights.bytes()
+    report.say(f"built in {time.time() - began:.1f} s: {held / 1e9:.1f} GB on the card", weights)
+    began = time.time()
+    engine = Engine(model, None, EngineConfig(max_seqs=128, max_batch_tokens=8192, max_model_len=2304,
+                                              graph_sizes=SIZES))
+    engine.start()
+    free, total = torch.cuda.mem_get_info()
+    memory = {
+        "weights_bytes": held, "weights": weights, "kv_bytes_per_token": model.weights.kv_bytes_per_token,
+        "kv_blocks": engine.pool.total, "kv_tokens": engine.pool.total * engine.config.kv_block,
+        "kv_bytes": 2 * engine.runner.kv.k.numel() * engine.runner.kv.k.element_size(),
+        "free_after_capture": free, "card": total, "built_seconds": time.time() - began,
+    }
+    report.detail["air_memory"] = memory
+    report.say(f"engine up in {time.time() - began:.1f} s: graphs {engine.runner.cuda_graph}", memory)
+    report.save()
+    return engine
+
+
+@torch.inference_mode()
+def step_times(engine: Engine, sizes: tuple[int, ...], context: int) -> dict[int, dict[str, float]]:
+    """Milliseconds of a decode step by graph replay, and the experts each layer reads, at a context length."""
+    runner = engine.runner
+    steps, block = runner._steps[runner.variant], runner.kv.block
+    wide = -(-context // block)
+    found = {}
+    for size in sizes:
+        fits = engine.pool.total // wide
+        table = torch.arange(1, 1 + min(fits, size) * wide, dtype=torch.int32, device="cuda").view(-1, wide)
+        runner.rows.table[:size, :wide] = table[torch.arange(size, device="cuda") % table.shape[0]]
+        inputs = torch.from_numpy(steps.padding(size)).cuda()
+        inputs[0] = torch.randint(0, runner.vocab, (size,), device="cuda")
+        inputs[1], inputs[3] = context - 1, torch.arange(size, device="cuda")
+        inputs[2] = runner.rows.table[:size, wide - 1].long() * block + (context - 1) % block
+        captured = steps._captured.get(size)
+        if captured is None:
+            continue
+        captured.inputs.copy_(inputs)
+        times = []
+        for _ in range(30):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            captured.inputs[0].copy_(torch.randint(0, runner.vocab, (size,), device="cuda"))
+            start.record()
+            captured.graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        found[size] = {"ms": sorted(times[5:])[12], "experts_hit": experts_hit(engine, inputs)}
+    return found
+
+
+def experts_hit(engine: Engine, inputs: torch.Tensor) -> float:
+    """Different experts a layer's tokens choose, mean over layers, by an eager step."""
+    hits: list[float] = []
+    runner = engine.runner
+    runner.forward.observe = lambda layer, hidden, logits, routing: hits.append(
+        float(routing.ids.unique().numel()))
+    try:
+        runner._steps[runner.variant]._step(inputs)
+    finally:
+        runner.forward.observe = None
+    return sum(hits) / max(1, len(hits))
+
+
+def floor_seconds(engine: Engine, size: int, hit: float, context: int, read: float) -> float:
+    """Least time of a decode step: every weight used and every key and value read once."""
+    weights = engine.runner.weights
+    parts = weights.bytes()
+    experts = weights.config.n_routed_experts
+    total = sum(v for k, v in parts.items() if k not in ("experts", "embed"))
+    total += parts["experts"] * hit / experts + size * context * weights.kv_bytes_per_token
+    return total / read
+
+
+def run(report: Any, args: Any) -> None:
+    """Step times, then 1K prompts at four concurrencies, after and before the change in turns."""
+    engine = build(report, args)
+    try:
+        steps = engine.call(lambda: step_times(engine, SIZES, 1536))
+        for size, one in steps.items():
+            floor = floor_seconds(engine, size, one["experts_hit"], 1536, report.read)
+            one["floor_ms"] = floor * 1e3
+            report.say(f"step of {size}: {one['ms']:.3f} ms, floor {floor * 1e3:.3f} ms, {one['experts_hit']:.1f} "
+                       f"experts a layer, {size / one['ms'] * 1e3:.0f} tok/s at 1,536 tokens")
+        report.detail["air_steps_1536"] = steps
+        report.save()
+        torch.cuda.reset_peak_memory_stats()
+        pair = local.targets(engine, [AFTER, BEFORE])
+        plan = [(1, 1024, 1), (8, 1024, 1), (32, 1024, 1), (128, 1024, 1)]
+        shares = {1: 0.3, 8: 0.25, 32: 0.2, 128: 0.25}
+        start, budget = time.time(), report.left() - 20
+        ends = 0.0
+        for concurrency, prompt, _ in plan:
+            ends += shares[concurrency]
+            measure(report, engine, pair, steps, concurrency, prompt, start + budget * ends, args.rounds)
+        report.detail["air_memory"]["peak_bytes"] = torch.cuda.max_memory_allocated()
+        alike(report, engine)
+    finally:
+        engine.stop()
+
+
+def measure(report: Any, engine: Engine, pair: list[Any], steps: dict[int, Any], concurrency: int, prompt: int,
+            until: float, rounds: int) -> None:
+    """Paired rounds of one concurrency, as long an output as the time allows (1,024 at most)."""
+    left = until - time.time()
+    step = steps.get(concurrency, {"ms": 30.0})["ms"] * 1e-3
+    prefill = concurrency * prompt / 25_000
+    output = int((left / (2 * rounds + 2) - prefill) / step)
+    output = max(32, min(1024, output // 32 * 32))
+    while rounds > 2 and (prefill + output * step) * (2 * rounds + 1) > left:
+        rounds -= 1
+    found = compare(pair, prompt, output, concurrency, concurrency, rounds, warmup=1 if concurrency < 128 else 0)
+    note(report, engine, found, steps)
+
+
+def note(report: Any, engine: Engine, found: Comparison, steps: dict[int, Any]) -> None:
+    """Rows of a comparison."""
+    c = found.concurrency
+    after = found.rounds[AFTER]
+    middle = found.prompt + found.output // 2
+    hit = steps.get(c, {}).get("experts_hit", float("nan"))
+    floor = c / floor_seconds(engine, c, hit, middle, report.read)
+    rate = sorted(r.tok_s for r in after)[len(after) // 2]
+    decode = sorted(r.decode_tok_s for r in after)[len(after) // 2]
+    ratio = found.decode_ratio
+    report.rows.append({
+        "model": "GLM-4.5-Air shape, random, block FP8", "variant": AFTER, "concurrency": c, "input": found.prompt,
+        "output": found.output, "tok_s": rate, "decode_tok_s": decode, "floor_tok_s": floor, "baseline": BEFORE,
+        "ratio": ratio and ratio.ratio, "ratio_low": ratio and ratio.low, "ratio_high": ratio and ratio.high,
+        "rounds": len(after), "experts_hit": hit,
+    })
+    report.detail.setdefault("air_rounds", []).append(found.asdict())
+    spread = f"ratio {ratio.ratio:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]" if ratio else ""
+    report.say(f"concurrency {c}, {found.prompt}/{found.output}: {rate:.1f} tok/s, decoding {decode:.1f} (goal "
+               f"{GOALS.get(c)}, vLLM {PEER.get(c)}, floor {floor:.0f}), itl {after[-1].itl_ms}, ttft "
+               f"{after[-1].ttft_ms}, {spread}, preemptions {engine.stats().preemptions_total}")
+    report.save()
+
+
+def alike(report: Any, engine: Engine) -> None:
+    """The same steps where all tokens choose the same experts, as with a dummy-loaded peer: router near zero."""
+    def shrink() -> None:
+        for layer in engine.runner.weights.layers:
+            if layer.router is not None:
+                layer.router.mul_(1e-3)
+
+    engine.call(shrink)
+    steps = engine.call(lambda: step_times(engine, SIZES, 1536))
+    for size, one in steps.items():
+        one["floor_ms"] = floor_seconds(engine, size, one["experts_hit"], 1536, report.read) * 1e3
+        report.say(f"alike: step of {size}: {one['ms']:.3f} ms, {one['experts_hit']:.1f} experts, "
+                   f"{size / one['ms'] * 1e3:.0f} tok/s, floor {one['floor_ms']:.3f} ms")
+    report.detail["air_steps_1536_tokens_alike"] = steps
+
+
+def profile(report: Any, args: Any) -> None:
+    """Where a decode step's time goes: kernels of one replay by name."""
+    engine = build(report, args)
+    report.detail["air_profile"] = {}
+    try:
+        for size in SIZES:
+            steps = engine.call(lambda n=size: step_times(engine, (n,), 1536))
+            report.say(size, steps)
+            table = engine.call(lambda n=size: kernels_of(engine, n))
+            report.detail["air_profile"][size] = table
+            for name, (count, us) in list(table.items())[:16]:
+                report.say(f"  {us:9.1f} us {count:4d} x {name[:90]}")
+    finally:
+        engine.stop()
+
+
+@torch.inference_mode()
+def kernels_of(engine: Engine, size: int) -> dict[str, tuple[int, float]]:
+    """Kernel name -> (launches, microseconds) of one replay, the longest first."""
+    captured = engine.runner._steps[0]._captured[size]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        captured.graph.replay()
+        torch.cuda.synchronize()
+    found: dict[str, tuple[int, float]] = {}
+    for event in seen.key_averages():
+        found[event.key] = (event.count, event.device_time_total)
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
