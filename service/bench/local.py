@@ -65,7 +65,7 @@ class EngineTarget:
 
 
 def targets(engine: Engine, variants: Sequence[str]) -> list[EngineTarget]:
-    """One target a variant, the first being what the engine was loaded with; VariantError where they share no weights."""
+    """One target a variant, the first the one loaded; VariantError where they do not share prepared weights."""
     out = [EngineTarget(variants[0], engine, 0 if len(variants) > 1 else None)]
     if len(variants) > 1 and not hasattr(engine.runner, "add_variant"):
         raise VariantError("this engine cannot switch variants")

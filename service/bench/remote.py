@@ -16,7 +16,7 @@ TIMEOUT = 3600.0
 
 
 class UrlTarget:
-    """`url` is the server's root or ends in /v1. Prompts go as token ids, with `ignore_eos` as vLLM and SGLang know it."""
+    """`url` is the root, or ends in /v1. Prompts go as token ids, with `ignore_eos` as vLLM and SGLang know it."""
 
     def __init__(self, name: str, url: str, model: str | None = None, api_key: str | None = None,
                  vocab: int | None = None) -> None:
