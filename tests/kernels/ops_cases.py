@@ -1,4 +1,4 @@
-"""The serving operations on the CPU through Triton's interpreter, one JSON object of measurements a case. Run by pytest."""
+"""The serving operations in Triton's interpreter on the CPU, one JSON object of measurements a case. Run by pytest."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def close(got: torch.Tensor, want: torch.Tensor) -> dict:
 def norm_case(tokens: int, width: int, splits: int) -> dict:
     """Sums, residual and quantised bytes against torch."""
     g = generator(tokens)
-    x = torch.randn(splits, tokens, width, generator=g) if splits else torch.randn(tokens, width, generator=g).bfloat16()
+    x = torch.randn(splits or 1, tokens, width, generator=g)
+    x = x if splits else x[0].bfloat16()
     x2, residual = (torch.randn(tokens, width, generator=g).bfloat16() for _ in range(2))
     weight = torch.rand(width, generator=g).bfloat16() + 0.5
     y, new, q = ops.add_rms_norm_quantised(x, residual, weight, 1e-5, x2)
@@ -97,7 +98,8 @@ def linear_case(tokens: int, rows: int, columns: int, kind: str, bias: bool) -> 
     many = layer(x)
     linear.FEW = kept
     return {**close(got, want), "splits": layer.splits, "parts": list(parts.shape),
-            "parts_equal": torch.equal(reference.summed(parts, torch.bfloat16), got), "many_equal": torch.equal(many, got)}
+            "many_equal": torch.equal(many, got),
+            "parts_equal": torch.equal(reference.summed(parts, torch.bfloat16), got)}
 
 
 def router_case(tokens: int, width: int, experts: int) -> dict:

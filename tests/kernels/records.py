@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_kernels.convert import quantize_record
 from moe_kernels.quant import fp8, nvfp4
 from moe_kernels.records import ExpertWeights, RoutingConfig, WeightFormat
 from moe_kernels.registry import MoELayer, layer_class, parse
@@ -20,7 +21,7 @@ def bf16_record(experts: int, hidden: int, inter: int, seed: int = 0, limit: flo
 
 
 def quantised(record: ExpertWeights, fmt: WeightFormat) -> ExpertWeights:
-    """The record as block FP8 or as NVFP4 with different input scales per expert and half."""
+    """The record in another format; NVFP4 and per-tensor FP8 with different input scales per expert and half."""
     if fmt == "bf16":
         return record
     e, limit = record.num_experts, record.swiglu_limit
@@ -28,10 +29,15 @@ def quantised(record: ExpertWeights, fmt: WeightFormat) -> ExpertWeights:
     if fmt == "fp8":
         (qg, sg), (qu, su), (q2, s2) = (fp8.quantize_weight_blocks(w) for w in (gate, up, record.w2))
         return ExpertWeights("fp8", torch.cat([qg, qu], 1), q2, torch.cat([sg, su], 1), s2, swiglu_limit=limit)
+    spread = torch.linspace(0.5, 1.0, 2 * e)
+    if fmt != "nvfp4":
+        made = quantize_record(record, fmt)
+        if fmt == "fp8_tensor":
+            made.w13_input_scale, made.w2_input_scale = (spread * 6.0 / 448).view(e, 2), spread[e:] * 80.0 / 448
+        return made
     scalars = [nvfp4.global_scale(w, 1) for w in (gate, up, record.w2)]
     (qg, sg), (qu, su), (q2, s2) = (
         nvfp4.quantize(w, s.view(e, 1, 1)) for w, s in zip((gate, up, record.w2), scalars, strict=True))
-    spread = torch.linspace(0.5, 1.0, 2 * e)
     return ExpertWeights(
         "nvfp4", torch.cat([qg, qu], 1), q2, torch.cat([sg, su], 1), s2, torch.stack(scalars[:2], 1), scalars[2],
         (spread * 6.0 / (6 * 448)).view(e, 2), spread[e:] * 80.0 / (6 * 448), limit)

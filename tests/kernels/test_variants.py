@@ -19,7 +19,11 @@ from tests.kernels.records import bf16_record, make_layer, quantised
 
 CONFIG = RoutingConfig(8, 3, routed_scaling_factor=2.5)
 SHAPES = [(256, 128), (128, 256), (144, 80)]  # the last: both ragged for FP8's 128
+MX_SHAPES = [(256, 128), (128, 256), (160, 96)]
+OTHERS = ["mxfp8", "mxfp4", "fp8_channel", "fp8_tensor"]
 VARIANTS = ["bf16/reference", "fp8/reference", "nvfp4/reference", "fp8/emulated", "nvfp4/emulated"]
+EVERY = [*VARIANTS, "nvfp4/emulated:input_scale=expert", "mxfp4/emulated:act=mxfp4", "mxfp4/emulated:act=bf16",
+         *(f"{f}/{b}" for f in OTHERS for b in ("reference", "emulated"))]
 
 
 def _record(variant: str, hidden: int = 256, inter: int = 128, limit: float | None = None):
@@ -40,6 +44,16 @@ def _dense_fp64(record, hidden: torch.Tensor, routing: Routing) -> torch.Tensor:
         gate, up = gate.clamp(max=record.swiglu_limit), up.clamp(-record.swiglu_limit, record.swiglu_limit)
     weight = torch.zeros(hidden.shape[0], 8, dtype=torch.float64).scatter(1, routing.ids, routing.weights.double())
     return torch.einsum("ten,ehn,te->th", gate * gate.sigmoid() * up, w2, weight)
+
+
+@pytest.mark.parametrize("limit", [None, 1.5])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("shape", MX_SHAPES)
+@pytest.mark.parametrize("fmt", OTHERS)
+def test_other_references_are_the_dense_sum(
+    fmt: str, shape: tuple[int, int], tokens: int, limit: float | None
+) -> None:
+    test_reference_is_the_dense_sum(f"{fmt}/reference", shape, tokens, limit)
 
 
 @pytest.mark.parametrize("limit", [None, 1.5])
@@ -83,13 +97,14 @@ def test_bf16_reference_in_bf16_is_what_transformers_computes() -> None:
     assert relative_l2(out, exact) <= relative_l2(stock, exact)
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["fp8", "nvfp4", *OTHERS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bf16_reference_takes_any_format(fmt, dtype: torch.dtype) -> None:
-    record = _record(f"{fmt}/reference", 144, 80)
+    hidden_size, inter = (160, 96) if fmt.startswith("mx") else (144, 80)
+    record = _record(f"{fmt}/reference", hidden_size, inter)
     w13, w2 = (torch.stack([expert_matrices(record, e, w) for e in range(8)]).bfloat16() for w in ("w13", "w2"))
     plain = dataclasses.replace(record, format="bf16", w13=w13, w2=w2)
-    hidden, logits = _inputs(7, 144, dtype)
+    hidden, logits = _inputs(7, hidden_size, dtype)
     ours = make_layer("bf16/reference", record, CONFIG).forward(hidden, logits)[0]
     assert_bitwise_equal(ours, make_layer("bf16/reference", plain, CONFIG).forward(hidden, logits)[0])
 
@@ -131,7 +146,7 @@ def test_copied_scales_really_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == ["row", "column"]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [v for v in EVERY if ":" not in v])
 def test_bf16_bias_changes_routing_only(variant: str) -> None:
     record, bias = _record(variant), torch.linspace(6.9, 7.1, 8)
     hidden, logits = _inputs(200)
@@ -144,13 +159,14 @@ def test_bf16_bias_changes_routing_only(variant: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EVERY)
 def test_no_cache_gives_the_same_bits(
     variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = _record(variant, 144, 80)
+    hidden_size, inter = (160, 96) if variant.startswith("mx") else (144, 80)
+    record = _record(variant, hidden_size, inter)
     for tokens in (1, 5, 33):
-        hidden, logits = _inputs(tokens, 144, dtype)
+        hidden, logits = _inputs(tokens, hidden_size, dtype)
         cached = make_layer(variant, record, CONFIG).forward(hidden, logits)[0]
         with monkeypatch.context() as patch:
             patch.setenv(CACHE_VARIABLE, "0")
@@ -179,7 +195,7 @@ def test_cache_budget_is_shared_and_given_back(monkeypatch: pytest.MonkeyPatch) 
             make_layer("fp8/reference", record, CONFIG)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EVERY)
 def test_inputs_stay_and_runs_repeat(variant: str) -> None:
     hidden, logits = _inputs(17, dtype=torch.bfloat16)
     layer, copy = make_layer(variant, _record(variant), CONFIG), (hidden.clone(), logits.clone())
@@ -191,13 +207,13 @@ def test_inputs_stay_and_runs_repeat(variant: str) -> None:
     assert_bitwise_equal(logits, copy[1])
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EVERY)
 def test_no_tokens(variant: str) -> None:
     out, routing = make_layer(variant, _record(variant), CONFIG).forward(torch.empty(0, 256), torch.empty(0, 8))
     assert out.shape == (0, 256) and routing.ids.shape == (0, 3)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", EVERY)
 def test_zero_tokens_of_value_zero_give_zero(variant: str) -> None:
     """An all-zero row has zero groups: no 0/0 anywhere."""
     hidden, logits = _inputs(5)
@@ -207,7 +223,7 @@ def test_zero_tokens_of_value_zero_give_zero(variant: str) -> None:
 
 
 def test_wrong_format_and_reduced_precision_are_refused() -> None:
-    for variant in ("fp8/reference", "fp8/emulated", "nvfp4/emulated"):
+    for variant in (v for v in EVERY if not v.startswith("bf16")):
         with pytest.raises(VariantError, match="these are bf16"):
             make_layer(variant, bf16_record(8, 256, 128), CONFIG)
     torch.set_float32_matmul_precision("high")
@@ -239,6 +255,37 @@ def test_nvfp4_input_scale_is_the_largest_of_the_layer() -> None:
     hidden, logits = _inputs(7)
     assert_bitwise_equal(
         layer.forward(hidden, logits)[0], make_layer("nvfp4/emulated", flat, CONFIG).forward(hidden, logits)[0])
+
+
+def test_nvfp4_input_scale_per_expert_is_another_number() -> None:
+    """Every expert under its own scalar: the same as one layer per expert whose only scalar it is."""
+    record = _record("nvfp4/emulated")
+    hidden, logits = _inputs(9)
+    config = RoutingConfig(8, 1)
+    layer = make_layer("nvfp4/emulated:input_scale=expert", record, config)
+    out, routing = layer.forward(hidden, logits)
+    for token, (expert,) in enumerate(routing.ids.tolist()):
+        one = dataclasses.replace(
+            record, w13_input_scale=record.w13_input_scale[expert].expand(8, 2).contiguous(),
+            w2_input_scale=record.w2_input_scale[expert].expand(8).contiguous())
+        alone = make_layer("nvfp4/emulated", one, config).forward(hidden[token : token + 1], logits[token : token + 1])
+        assert_bitwise_equal(out[token : token + 1], alone[0])
+    largest = make_layer("nvfp4/emulated", record, config).forward(hidden, logits)[0]
+    assert 1e-4 < calc_diff(out, largest) < 3e-2
+    record.w13_input_scale = record.w2_input_scale = None  # then both mean: each token its own
+    same = [make_layer(f"nvfp4/emulated{o}", record, config).forward(hidden, logits)[0]
+            for o in ("", ":input_scale=expert")]
+    assert_bitwise_equal(*same)
+
+
+@pytest.mark.parametrize("variant", [v for v in EVERY if "/emulated" in v])
+def test_swiglu_limit_reaches_every_emulation(variant: str) -> None:
+    hidden, logits = _inputs(7)
+    free, bound = (make_layer(variant, _record(variant, limit=limit), CONFIG).forward(hidden, logits)[0]
+                   for limit in (None, 0.5))
+    assert calc_diff(free, bound) > 1e-2
+    exact = make_layer(variant.partition("/")[0] + "/reference", _record(variant, limit=0.5), CONFIG)
+    assert calc_diff(bound, exact.forward(hidden, logits)[0]) < 6e-2
 
 
 def test_nvfp4_without_input_scale_scales_each_token_by_itself() -> None:

@@ -56,9 +56,9 @@ def rope_kernel(
         s = _rounded(tl.load(sin + position * HALF + column, mask=turning, other=0.0), dtype)[None, :]
         s = tl.where(dims < HALF, -s, s)
         turned = _rounded(x * c, dtype) + _rounded(partner * s, dtype)
-        x = tl.where(turning[None, :], turned, x).to(dtype)
+        y = tl.where(turning[None, :], turned, x).to(dtype)
         if head0 < HQ:
-            tl.store(q_out + token * (HQ * D) + heads[:, None] * D + dims[None, :], x)
+            tl.store(q_out + token * (HQ * D) + heads[:, None] * D + dims[None, :], y)
         else:
             slot = tl.load(slots + token).to(tl.int64)
-            tl.store(k_pool + slot * (HKV * D) + (heads - HQ)[:, None] * D + dims[None, :], x)
+            tl.store(k_pool + slot * (HKV * D) + (heads - HQ)[:, None] * D + dims[None, :], y)
