@@ -6,14 +6,15 @@
 set -euo pipefail
 
 describe() {  # ARM URL KERNEL
-  printf 'name: %s\nengine: %s\nkernel: %s\nurl: %s\nparallel: {tensor: %s}\nattest: {log: /logs/%s.log}\n' \
-    "$1-${ENGINE}-$3" "$ENGINE" "$3" "$2" "${TP:-8}" "$1" >"/tmp/$1.yaml"
+  printf 'name: %s\nengine: %s\nkernel: %s\nurl: %s\nparallel: {tensor: %s}\nattest: {log: %s}\n' \
+    "$1-${ENGINE}-$3" "$ENGINE" "$3" "$2" "${TP:-8}" "${LOGS:-/logs}/$1.log" >"$files/$1.yaml"
 }
+files="$(mktemp -d)"
 describe baseline "$BASELINE_URL" "$BASELINE_KERNEL"
 describe candidate "$CANDIDATE_URL" "$CANDIDATE_KERNEL"
 
-out="/runs/${RUN:-latest}"
-words=(run "${TASK:-gsm8k}" --baseline-file /tmp/baseline.yaml --candidate-file /tmp/candidate.yaml
+out="${RUNS:-/runs}/${RUN:-latest}"
+words=(run "${TASK:-gsm8k}" --baseline-file "$files/baseline.yaml" --candidate-file "$files/candidate.yaml"
        --require-attestation --out "$out")
 [[ "${TASK:-gsm8k}" == gsm8k ]] && words+=(--data "${DATA:-/data}")
 eval "extra=(${EVALS_ARGS:-})"  # may hold quoted JSON

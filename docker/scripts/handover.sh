@@ -13,8 +13,8 @@ case "$ENGINE" in
   *) echo "ENGINE must be sglang or vllm, not '$ENGINE'" >&2; exit 2 ;;
 esac
 
-log="/logs/$ARM.log"
-done_file="/runs/${RUN:-latest}.$ARM.done"
+log="${LOGS:-/logs}/$ARM.log"
+done_file="${RUNS:-/runs}/${RUN:-latest}.$ARM.done"
 rm -f "$done_file"
 "${server[@]}" "${extra[@]}" >"$log" 2>&1 &
 pid=$!
