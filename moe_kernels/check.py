@@ -36,7 +36,9 @@ FEW_TOKENS, FEW_FACTOR = 16, 2.0  # below 16 tokens a calc_diff scatters: twice 
 WHOLE_MODEL = -1  # `layer` of findings that belong to no MoE layer
 NEAR_TIE = 2.0**-8  # BF16's step just below 1, the largest score
 EXTREME_LIMIT = 5e-2  # a coarse probe: BF16 logits, which kernels may take, move weights by percents at -12
-ORACLE_LIMIT = {"bf16": 1e-3, "fp8": 4e-3, "nvfp4": 5e-2, "mxfp8": 4e-3, "mxfp4": 5e-2}
+ORACLE_LIMIT = {
+    "bf16": 1e-3, "fp8": 4e-3, "fp8_channel": 4e-3, "fp8_tensor": 4e-3, "nvfp4": 5e-2, "mxfp8": 4e-3, "mxfp4": 5e-2,
+}  # fmt: skip
 SWEEP = (1, 2, 3, 5, 7, 8, 16, 31, 64, 128, 256)
 QUICK_SWEEP = (1, 3, 8, 128)
 

@@ -7,6 +7,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "routing": ("outside", "inside"),
     "layout": ("majork", "blockmajork"),  # as SGLang and as vLLM prepare block-FP8 weights
     "act": ("bf16", "nvfp4"),  # activations in BF16, or rounded as an NVFP4 kernel would
+    "input_scale": ("max", "expert"),  # NVFP4 activations: one scalar a layer (vLLM), or every expert's own
 }
 
 
@@ -269,11 +271,29 @@ def _builtin() -> None:
             "nvfp4 1x16",
             f"{emu}:NvFp4EmulatedLayer",
             "numerics of the NVFP4 TRT-LLM path on any device",
-            options=_option("bias"),
+            options=_option("bias", "input_scale"),
             hidden_multiple=16,
             intermediate_multiple=16,
         )
     )
+    for fmt, activations, target, summary in (
+        ("mxfp8", "mxfp8 1x32", f"{emu}_mx:MxEmulatedLayer", "numerics of the MXFP8 TRT-LLM path on any device"),
+        ("mxfp4", "mxfp8 1x32", f"{emu}_mx:MxEmulatedLayer", "MXFP4 weights; activations as act= says"),
+        ("fp8_channel", "fp8 per token", f"{emu}_fp8:Fp8ChannelEmulatedLayer", "W8A8 of compressed-tensors' FP8"),
+        ("fp8_tensor", "fp8 static", f"{emu}_fp8:Fp8TensorEmulatedLayer", "W8A8 of ModelOpt's per-tensor FP8"),
+    ):
+        weights = cast(WeightFormat, fmt)
+        multiple = 32 if fmt.startswith("mx") else 1
+        oracle = "dequantised weights, FP32 maths: the oracle"
+        register(VariantInfo(
+            f"{fmt}/reference", weights, "none", ref, oracle, options=_option("bias"),
+            hidden_multiple=multiple, intermediate_multiple=multiple,
+        ))  # fmt: skip
+        options = _option("bias") | ({"act": ("mxfp8", "mxfp4", "bf16")} if fmt == "mxfp4" else {})
+        register(VariantInfo(
+            f"{fmt}/emulated", weights, activations, target, summary, options=options,
+            hidden_multiple=multiple, intermediate_multiple=multiple,
+        ))  # fmt: skip
     tri = "moe_kernels.variants.triton"
     register(
         VariantInfo(

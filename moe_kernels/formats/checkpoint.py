@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,7 @@ class Checkpoint:
 
     def experts(self, layer: int) -> ExpertWeights:
         """The routed experts of one MoE layer, as stored; peak extra memory is one expert's tensor."""
-        return read_experts(self._reader, self._experts(layer), self.config.get("swiglu_limit"))
+        return read_experts(self._reader, self._experts(layer), swiglu_limit(self.config))
 
     def router(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """Router weight FP32 [E, H] and selection bias FP32 [E] (None for routers without one)."""
@@ -163,6 +163,16 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if layout.ignored:
         log.info("%s: ignored %d tensors such as %s", folder, len(layout.ignored), layout.ignored[0].name)
     return Checkpoint(folder, config, architecture, scheme, layout)
+
+
+def swiglu_limit(config: Mapping[str, Any]) -> float | None:
+    """The config's clamp of SwiGLU (GLM-5.3-Flash: 10.0), None where it has none."""
+    limit = config.get("swiglu_limit")
+    if limit is None:
+        return None
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+        raise CheckpointError(f"config.json: swiglu_limit must be a positive number, got {limit!r}")
+    return float(limit)
 
 
 def file_sha256(path: Path) -> str:

@@ -144,9 +144,11 @@ def _through_fp8(x: Tensor) -> Tensor:
 class NvFp4EmulatedLayer(EmulatedLayer):
     """`nvfp4/emulated`: activations and weights E2M1 with an E4M3 scale per 16 columns and FP32 scalars.
 
-    Input scalar: the checkpoint's `input_scale`, one per layer, the largest over experts and halves for w13
-    and over experts for w2 (models.md §2 rule 5, as vLLM does for the TRT-LLM kernel). Where the checkpoint
-    has none, each token gets amax / (6 * 448) of its own (FlashInfer's per-token activation scale), because
+    Input scalar: the checkpoint's `input_scale`. `input_scale=max`: one per layer, the largest over experts and
+    halves for w13 and over experts for w2 (as vLLM does for the TRT-LLM kernel). `input_scale=expert`: every
+    expert its own, the larger of its halves for w13, so that a token is quantised once for each of its experts
+    (CUTLASS paths; engines differ in this, see vLLM #26135 and SGLang #10296). Where the checkpoint has none,
+    each token gets amax / (6 * 448) of its own (FlashInfer's per-token activation scale) under either, because
     one scalar for the whole batch would make a token's result depend on its neighbours.
 
     The products run over e2m1 * block scale, exact in FP32; the scalars multiply the sums: gate and up each
@@ -161,12 +163,23 @@ class NvFp4EmulatedLayer(EmulatedLayer):
             raise VariantError(f"variant '{spec}' needs weight_scale_2 of every expert")
         self.w13_scale_2 = record.w13_scale_2.float()  # [E, 2]: gate, up
         self.w2_scale_2 = record.w2_scale_2.float()  # [E]
-        self.input_scale = _largest(record.w13_input_scale)
-        self.intermediate_scale = _largest(record.w2_input_scale)
+        self.per_expert = spec.option("input_scale") == "expert" and record.w13_input_scale is not None
+        self.input_scale = _largest(record.w13_input_scale, self.per_expert)  # 0-d, or [E] per expert
+        self.intermediate_scale = _largest(record.w2_input_scale, self.per_expert)
 
     def matrix(self, record: ExpertWeights, expert: int, which: str) -> Tensor:
         """e2m1 * block scale, without scale_2."""
         return unscaled_nvfp4(record, expert, which)
+
+    def experts(self, hidden: Tensor, routing: Routing) -> Tensor:
+        """[T, H] in and out; with scalars per expert the rows are gathered before they are quantised."""
+        if not self.per_expert or not hidden.shape[0]:
+            return super().experts(hidden, routing)
+        plan = dispatch(routing, self.shape.num_experts)
+        x = _quantize_nvfp4(hidden[plan.token], self._of_rows(self.input_scale, plan))
+        gate_up = self.gemm1(x, plan.gathered())
+        intermediate = self.quantize_intermediate(self.activation(gate_up), plan)
+        return self.combine(self.gemm2(intermediate, plan), routing, plan).to(hidden.dtype)
 
     def quantize_input(self, hidden: Tensor) -> Quantized:
         """Packed E2M1 and E4M3 scales under the layer's input scale."""
@@ -180,7 +193,7 @@ class NvFp4EmulatedLayer(EmulatedLayer):
 
     def quantize_intermediate(self, intermediate: Tensor, plan: Dispatch) -> Quantized:
         """E2M1 again, under w2's input scale."""
-        return _quantize_nvfp4(intermediate, self.intermediate_scale)
+        return _quantize_nvfp4(intermediate, self._of_rows(self.intermediate_scale, plan))
 
     def gemm2(self, intermediate: Quantized, plan: Dispatch) -> Tensor:
         """Exact products, then the scalar of each row's expert."""
@@ -188,8 +201,16 @@ class NvFp4EmulatedLayer(EmulatedLayer):
         return sums * (_rows(intermediate.scale_2) * self.w2_scale_2[plan.expert].unsqueeze(-1))
 
 
-def _largest(scale: Tensor | None) -> Tensor | None:
-    return None if scale is None else scale.float().amax()
+    @staticmethod
+    def _of_rows(scale: Tensor | None, plan: Dispatch) -> Tensor | None:
+        """A scalar per expert as [R, 1]; anything else as it is."""
+        return scale if scale is None or scale.ndim == 0 else scale[plan.expert].unsqueeze(-1)
+
+
+def _largest(scale: Tensor | None, per_expert: bool) -> Tensor | None:
+    if scale is None:
+        return None
+    return scale.float().reshape(scale.shape[0], -1).amax(-1) if per_expert else scale.float().amax()
 
 
 def _quantize_nvfp4(x: Tensor, scale_2: Tensor | None) -> Quantized:

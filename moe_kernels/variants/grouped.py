@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,10 @@ class Dispatch:
     slot_row: Tensor
     counts: list[int]
     _layouts: dict[Cost | None, Layout] = field(default_factory=dict)
+
+    def gathered(self) -> Dispatch:
+        """The same plan for rows that were gathered to their experts already: row r is its own token."""
+        return replace(self, token=torch.arange(self.token.shape[0], device=self.token.device))
 
     def layout(self, cost: Cost | None) -> Layout:
         """The cheapest layout under `cost`; None: no bmm at all."""

@@ -51,12 +51,12 @@ def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
 
 
 class ReferenceLayer(TorchLayer):
-    """`bf16/reference`, `fp8/reference` and `nvfp4/reference`.
+    """`bf16/reference` and the references of all other formats.
 
     `bf16/reference`: weights rounded to BF16 (exact for a BF16 checkpoint), products and activation in the
     model's dtype as stock transformers does, combined in FP32. It takes a record of any format.
-    `fp8|nvfp4/reference`: dequantised FP32 weights, everything in FP32, activations not quantised: the
-    oracle. Output in hidden.dtype. On a CPU a token's result does not depend on the rest of the batch.
+    `fp8/reference`, `nvfp4/reference`, ...: dequantised FP32 weights, everything in FP32, activations not
+    quantised: the oracle. Output in hidden.dtype. On a CPU a token's result does not depend on the rest of the batch.
     """
 
     def __init__(

