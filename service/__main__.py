@@ -13,15 +13,17 @@ KEY_VARIABLE = "MOE_PARITY_API_KEY"
 SELFTEST_VARIABLE = "MOE_PARITY_SELFTEST"
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """One-line errors."""
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and where help is; exit 2."""
-        self.exit(EXIT_USAGE, f"service: error: {message} (see service --help)\n")
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
-def _at_least(low: int) -> type:
+def at_least(low: int) -> type:
+    """An argparse type: an integer not below `low`."""
+
     class Number(int):
         def __new__(cls, text: str) -> Number:
             value = int(text)
@@ -35,10 +37,10 @@ def _at_least(low: int) -> type:
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    p = _Parser(
+    p = Parser(
         prog="service", description="Serve a GLM MoE checkpoint with a named kernel variant over an OpenAI-style API."
     )
-    count = _at_least(1)
+    count = at_least(1)
     p.add_argument("--model", required=True, help="folder of a checkpoint, or 'mini' for the embedded model")
     p.add_argument("--variant", required=True, help="kernel variant, e.g. fp8/emulated:bias=bf16 (moe-kernels list)")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
@@ -59,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         help="prompts times n of one request (default: %(default)s)",
     )
     p.add_argument("--max-body-mb", type=count, default=32, help="largest request body in MiB (default: %(default)s)")
-    p.add_argument("--max-logprobs", type=_at_least(0), default=100, help="most logprobs a request may ask for")
+    p.add_argument("--max-logprobs", type=at_least(0), default=100, help="most logprobs a request may ask for")
     p.add_argument("--api-key", default=None, help=f"key clients must send (better: the {KEY_VARIABLE} variable)")
     p.add_argument(
         "--drain-seconds",
@@ -71,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--log-prompts", action="store_true", help="write prompt text to the log (never done otherwise)")
     p.add_argument("--load-format", choices=("auto", "random"), default="auto",
                    help="random: seeded random weights for --model's config.json, made on the device")
-    p.add_argument("--seed", type=_at_least(0), default=0, help="of --load-format random (default: %(default)s)")
+    p.add_argument("--seed", type=at_least(0), default=0, help="of --load-format random (default: %(default)s)")
     p.add_argument("--attention-dtype", choices=("bf16", "fp8"), default="bf16",
                    help="of the attention projections of --load-format random (default: %(default)s)")
     p.add_argument("--num-layers", type=count, help="layers of --load-format random (default: the config's)")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.capture import RoutingTrace
+from moe_kernels.errors import VariantError
 from moe_kernels.registry import MoELayer, VariantSpec, parse
 from service.config import EngineConfig
 from service.engine.batch import padded_tokens
@@ -69,6 +70,15 @@ class GpuRunner:
         self.kernels = {"ops": "triton" if self.device.type == "cuda" else "reference", **w.formats}
 
     # ---- variants ---------------------------------------------------------------------------------------------------
+
+    def shares(self, spec: VariantSpec) -> bool:
+        """Whether `add_variant` takes this variant."""
+        try:
+            for layer in self._layers[0]:
+                layer.sibling(spec)
+        except VariantError:
+            return False
+        return True
 
     def add_variant(self, name: str) -> int:
         """Another variant over the same weights, for comparing within one process; returns its number for `use`.
