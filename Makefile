@@ -42,11 +42,17 @@ test-docker: .venv/.dev
 gpu-check: .venv/.dev
 	$(BIN)/python -m pytest -m "gpu or blackwell"
 
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+.venv/.docs: requirements-docs.txt .venv/.run
+	@$(call install,-r requirements-docs.txt) && touch $@
+
 .venv/.run: requirements-run.txt pyproject.toml
 	@echo "setting up .venv (packages for running) ..."
 	@$(call install,-r requirements-run.txt) && $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e . && touch $@
 
-.venv/.dev: requirements-dev.txt requirements-flashinfer.txt .venv/.run
+.venv/.dev: requirements-dev.txt requirements-flashinfer.txt .venv/.run .venv/.docs
 	@echo "setting up .venv (packages for testing) ..."
 	@$(call install,-r requirements-dev.txt)
 	@$(call install,--no-deps -r requirements-flashinfer.txt) && touch $@

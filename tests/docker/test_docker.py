@@ -1,7 +1,7 @@
 """The images and Compose files on a real engine: `make test-docker`.
 
-Where no engine answers, ../shared/tools/docker-standin.sh brings one up (root, Debian packages, no bridge): the base image
-is then a Debian stand-in tagged as the official one. MOE_PARITY_DOCKER_STATE names the folder of a stand-in that is up.
+Where no engine answers, ../shared/tools/docker-standin.sh brings one up (root, Debian packages, no bridge): the base
+image is then a Debian stand-in tagged as the official one. MOE_PARITY_DOCKER_STATE names the folder of one that is up.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     state = Path(given) if given else tmp_path_factory.mktemp("docker-standin")
     env = os.environ | {
         "STATE": str(state), "DOCKER_HOST": f"unix://{state}/docker.sock", "DOCKER_CONFIG": str(state / "cli"),
-        "DOCKER_BUILDKIT": "0", "COMPOSE_PARALLEL_LIMIT": "1",  # the classic builder makes equal images anew in parallel
+        # the classic builder would make equal images several times at once
+        "DOCKER_BUILDKIT": "0", "COMPOSE_PARALLEL_LIMIT": "1",
     }
     if not given:
         done = subprocess.run(["bash", str(script), "up"], env=env, capture_output=True, text=True, check=False)
@@ -82,7 +83,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 def image(engine: Engine) -> str:
     """The CPU image, built from this tree."""
     network = ("--network", "host") if engine.standin else ()
-    done = engine.run("build", *network, "--file", "docker/Dockerfile", "--target", "cpu", "--tag", "moe-parity:cpu", ".")
+    done = engine.run("build", *network, "--file", "docker/Dockerfile", "--target", "cpu", "--tag", "moe-parity:cpu",
+                      ".")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return "moe-parity:cpu"
 
@@ -92,18 +94,19 @@ def project(engine: Engine, image: str, tmp_path: Path, request: pytest.FixtureR
     """A Compose project name of its own; everything of it is removed in the end."""
     name = "mp-" + "".join(c for c in request.node.name.lower() if c.isalnum())[:30]
     yield name
-    ids = engine.run("ps", "--all", "--quiet", "--filter", f"label=com.docker.compose.project={name}").stdout.split()
+    mine = ("--quiet", "--filter", f"label=com.docker.compose.project={name}")
+    ids = engine.run("ps", "--all", *mine).stdout.split()
     if ids:
         engine.run("rm", "--force", "--volumes", *ids)
-    volumes = engine.run("volume", "ls", "--quiet", "--filter", f"label=com.docker.compose.project={name}").stdout.split()
+    volumes = engine.run("volume", "ls", *mine).stdout.split()
     if volumes:
         engine.run("volume", "rm", "--force", *volumes)
 
 
 def files(engine: Engine, *names: str) -> list[str]:
     """`-f` options; without a bridge the host's network is used."""
-    found = [w for n in names for w in ("-f", n)]
-    return [*found, "-f", "docker/compose.hostnet.yaml"] if engine.standin and names[0].endswith("compose.yaml") else found
+    more = ("docker/compose.hostnet.yaml",) if engine.standin else ()
+    return [w for n in (*names, *more) for w in ("-f", n)]
 
 
 def test_the_image_runs_unprivileged_and_holds_no_source_of_secrets(engine: Engine, image: str) -> None:
@@ -114,9 +117,11 @@ def test_the_image_runs_unprivileged_and_holds_no_source_of_secrets(engine: Engi
     assert not any("TOKEN" in e or "PASSWORD" in e or "API_KEY" in e for e in config["Env"])
     who = engine.run("run", "--rm", "--read-only", "--tmpfs", "/tmp", "--network", "none", image, "id", "-u")
     assert who.stdout.strip() == "10001"
-    told = engine.run("run", "--rm", "--read-only", "--tmpfs", "/tmp", "--network", "none", image, "evals", "--version")
+    shut = ("run", "--rm", "--read-only", "--tmpfs", "/tmp", "--network", "none", image)
+    told = engine.run(*shut, "evals", "--version")
     assert "moe-parity" in told.stdout, told.stderr
-    print(f"image {got['Size'] / 2**20:.0f} MiB, {len(got['RootFS']['Layers'])} layers, stand-in base: {engine.standin}")
+    assert engine.run(*shut, "moe-kernels", "list").returncode == 0
+    print(f"image {got['Size'] / 2**20:.0f} MiB, {len(got['RootFS']['Layers'])} layers, stand-in: {engine.standin}")
 
 
 def test_hadolint_of_the_stand_in(engine: Engine) -> None:
