@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from moe_kernels import hf_blocks, registry
 from moe_kernels.cache import ensure_format
 from moe_kernels.capture import RoutingTrace, capture_moe_inputs, capture_routing
+from moe_kernels.convert import conversion
 from moe_kernels.errors import CheckpointError, FormatError, VariantError
 from moe_kernels.formats import Checkpoint, open_checkpoint
 from moe_kernels.formats.layer_kinds import mlp_layer_types
@@ -109,10 +110,9 @@ def _in_format(path: Path, spec: VariantSpec) -> Checkpoint:
     needed = registry.info(spec.base).weight_format
     if checkpoint.format == needed or spec.base == "bf16/reference":
         return checkpoint
-    # Block FP8 is how GLM-5.3 (and the embedded model) ships: its exact dequantisation is the BF16 original.
-    if checkpoint.format != "bf16" and (checkpoint.format, needed) != ("fp8", "nvfp4"):
-        raise FormatError(f"variant '{spec}' needs {needed} expert weights and {path} holds {checkpoint.format}; "
-                          f"give a {needed}, block FP8 or BF16 checkpoint, or use '{checkpoint.format}/emulated'")
+    if reason := conversion(checkpoint.format, needed):
+        raise FormatError(f"variant '{spec}' needs {needed} expert weights and {path} holds {checkpoint.format}: "
+                          f"{reason}")
     converted = ensure_format(path, needed)
     log.info("variant '%s' needs %s weights: using %s, made from %s", spec, needed, converted, path)
     return open_checkpoint(converted)
