@@ -1,4 +1,4 @@
-"""Command line of the service: `service --model PATH|mini --variant NAME`, and `service bench`."""
+"""Command line of the service: `service --model PATH|mini --variant NAME`, `service bench` and `service plan`."""
 
 from __future__ import annotations
 
@@ -90,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from service.bench.cli import main as bench
 
         return bench(argv[1:])
+    if argv[:1] == ["plan"]:
+        return _plan(argv[1:])
     p = parser()
     args = p.parse_args(argv)
     if args.trust_remote_code:
@@ -135,8 +137,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return launch.run(options)
     except MoeParityError as error:
-        print(f"service: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return EXIT_USAGE
+        return _refused(error)
+
+
+def _plan(argv: Sequence[str]) -> int:
+    from moe_kernels.errors import MoeParityError
+    from service import plan_command
+
+    try:
+        return plan_command.run(plan_command.parser(Parser, at_least(1)), argv)
+    except MoeParityError as error:
+        return _refused(error)
+
+
+def _refused(error: Exception) -> int:
+    print(f"service: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return EXIT_USAGE
 
 
 if __name__ == "__main__":
