@@ -57,7 +57,8 @@ class Encoding:
         """Shapes of the scale that are read; all hold the record's elements in its order."""
         if self.format == "fp8":
             blocks = (ceil_div(rows, FP8_BLOCK), ceil_div(columns, FP8_BLOCK))
-            return blocks, (blocks[0], 1, blocks[1], 1)
+            squeezed = tuple(n for n in blocks if n > 1)  # as ModelOpt's exporter leaves them
+            return blocks, (blocks[0], 1, blocks[1], 1), squeezed
         if self.format == "fp8_channel":
             return (rows, 1), (rows,)
         if self.format == "fp8_tensor":
