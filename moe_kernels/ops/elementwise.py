@@ -137,6 +137,6 @@ def qk_norm_rope_store(
         rope_kernel[(tokens * (q_heads + 2 * kv_heads) // heads,)](
             qkv, positions, cos, sin, slots, k_pool, v_pool, q, q_weight if norm else q, k_weight if norm else q,
             tokens, eps, HQ=q_heads, HKV=kv_heads, D=dim, HALF=cos.shape[1], HB=heads, SPLITS=splits_of(qkv),
-            NORM=norm, num_warps=2 if tokens <= 16 else 4, **launch_options(qkv),
+            NORM=norm, num_warps=2 if tokens <= 16 else 4, enable_fp_fusion=False, **launch_options(qkv),
         )
     return q
