@@ -242,7 +242,9 @@ def over_http(report: Any, args: Any) -> None:
     out = report.out / "evals-run"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "evals.cli", "run", "gsm8k-mini", "--model", "mini", "--baseline", "fp8/triton",
-               "--candidate", "fp8/triton:bias=bf16,scales=copied", "--out", str(out)]
+               "--candidate", "fp8/triton:bias=bf16,scales=copied", "--out", str(out), "--concurrency", "256"]
+    for option in ("--device=cuda", "--max-seqs=256", "--max-model-len=1024", "--graph-sizes=1,8,32,64,128,192,256"):
+        command.append(f"--server-arg={option}")
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=max(60, report.left()))
     report.say(done.stdout[-2500:], done.stderr[-2500:])
     report.detail["evals_run"] = {"exit": done.returncode, "seconds": time.time() - began, "command": command,

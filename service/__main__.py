@@ -35,6 +35,13 @@ def at_least(low: int) -> type:
     return Number
 
 
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers like 1,8,32, got {text!r}") from None
+
+
 def parser() -> argparse.ArgumentParser:
     """All options."""
     p = Parser(
@@ -77,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--attention-dtype", choices=("bf16", "fp8"), default="bf16",
                    help="of the attention projections of --load-format random (default: %(default)s)")
     p.add_argument("--num-layers", type=count, help="layers of --load-format random (default: the config's)")
+    p.add_argument("--graph-sizes", type=_sizes, help="batch sizes decoding is padded to on a GPU, e.g. 1,8,32,128")
     p.add_argument("--no-cuda-graph", action="store_true", help="decode without CUDA graphs (GPU only)")
     p.add_argument("--selftest", action="store_true", help=argparse.SUPPRESS)  # for `evals selftest`
     p.add_argument("--trust-remote-code", action="store_true", help="refused: code in checkpoints is never run")
@@ -133,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 max_waiting=args.max_waiting,
                 max_logprobs=args.max_logprobs,
                 cuda_graph=not args.no_cuda_graph,
+                graph_sizes=args.graph_sizes,
             ),
         )
         return launch.run(options)

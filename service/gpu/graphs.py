@@ -50,7 +50,7 @@ class DecodeSteps:
             self._capture()
 
     def __call__(self, inputs: np.ndarray) -> tuple[Tensor, Tensor]:
-        """(FP64 [4, n] as `sampling.greedy`, FP32 logits [n, vocab]) of int64 inputs [4, n]; valid until the next call.
+        """(FP64 [4, n] as `sampling.greedy`, logits [n, vocab]) of int64 inputs [4, n]; valid until the next call.
 
         Never waits for the device.
         """
@@ -77,13 +77,21 @@ class DecodeSteps:
 
     def _step(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         given, positions, slots, row = inputs
-        ids = torch.where(given < 0, self.rows.last_token[row], given)
-        lengths = torch.where(row == self.rows.pad, 0, positions + 1).int()
+        last = self.rows.last_token
+        if inputs.is_cuda:
+            from service.gpu import triton_steps
+
+            ids, lengths = triton_steps.step_inputs(inputs, last, self.rows.pad)
+        else:
+            ids = torch.where(given < 0, last[row], given)
+            lengths = torch.where(row == self.rows.pad, 0, positions + 1).int()
         table = self.rows.table.index_select(0, row)
         hidden = self.forward(ids, positions, slots, DecodeRows(table, lengths))
-        logits = self.forward.logits(hidden)
-        out = sampling.greedy(logits)
-        self.rows.last_token.index_copy_(0, row, out[0].long())
+        logits = self.forward.weights.head(hidden)
+        if inputs.is_cuda:
+            return triton_steps.greedy(logits, row, last), logits
+        out = sampling.greedy(logits.float())
+        last.index_copy_(0, row, out[0].long())
         return out, logits
 
     @torch.inference_mode()

@@ -15,8 +15,8 @@ from service.gpu.kv import to_device
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """FP64 [4, R] of FP32 logits [R, vocab]: token, its log-probability, its rank, and 1 where the row is finite."""
-    logprobs = logits.log_softmax(-1)
+    """FP64 [4, R] of logits [R, vocab]: token, its log-probability, its rank, and 1 where the row is finite."""
+    logprobs = logits.float().log_softmax(-1)
     chosen = logits.argmax(-1)
     own = logprobs.gather(-1, chosen[:, None])
     finite = torch.isfinite(logits.sum(-1))
@@ -44,6 +44,7 @@ def special(logits: Tensor, rows: Seq[Row]) -> Special | None:
     """
     if all(plain(row) for row in rows):
         return None
+    logits = logits.float()
     device = logits.device
     logprobs = logits.log_softmax(-1)
     chooser = logits
