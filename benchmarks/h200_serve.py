@@ -96,7 +96,7 @@ def main() -> None:
     from benchmarks import h200_serve_mini as mini
 
     phases = {"compile": lambda r, a: compile_experts(), "mini": mini.correctness, "throughput": mini.throughput,
-              "peer": mini.peer, "http": mini.over_http, "air": air.run, "profile": air.profile}
+              "peer": mini.peer, "http": mini.over_http, "air": air.run, "profile": air.profile, "look": air.look}
     for name in args.phases.split(","):
         began = time.time()
         try:

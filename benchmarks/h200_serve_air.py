@@ -209,3 +209,32 @@ def kernels_of(engine: Engine, size: int) -> dict[str, tuple[int, float]]:
     for event in seen.key_averages():
         found[event.key] = (event.count, event.device_time_total)
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def look(report: Any, args: Any) -> None:
+    """Step times with the shared experts beside the routed ones and behind them, and the time of a prefill."""
+    from service.gpu.graphs import DecodeSteps
+
+    engine = build(report, args)
+    runner = engine.runner
+    try:
+        first = engine.call(lambda: step_times(engine, (1, 8), 1536))
+
+        def without_side() -> dict[int, dict[str, float]]:
+            side, runner.forward.side = runner.forward.side, None
+            kept, runner._steps[0] = runner._steps[0], DecodeSteps(runner.forward, runner.rows, [1, 8], graphs=True)
+            try:
+                return step_times(engine, (1, 8), 1536)
+            finally:
+                runner.forward.side, runner._steps[0] = side, kept
+
+        second = engine.call(without_side)
+        report.say("beside", first, "behind", second)
+        report.detail["air_side_stream"] = {"beside": first, "behind": second}
+        (target,) = local.targets(engine, [AFTER])
+        for concurrency in (1, 8, 8):
+            found = compare([target], 1024, 16, concurrency, concurrency, 2, warmup=0)
+            for r in found.rounds[AFTER]:
+                report.say(f"prefill of {concurrency} x 1,024: ttft {r.ttft_ms}")
+    finally:
+        engine.stop()
