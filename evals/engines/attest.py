@@ -35,7 +35,8 @@ class Engine:
     sizes: Mapping[str, tuple[str, str]] | None = None  # parallel size -> (field of server_info, log pattern)
 
 
-_FALLBACK = (r"(?i)^(?=.*(?:moe|experts))(?=.*\bfall(?:s|ing|en)?[- ]?(?:s )?back (?:to|on)\b).*$",)
+# not SGLang's "Fallback to triton version X and use MoE kernel config from …": another tuning file, the same kernel
+_FALLBACK = (r"(?i)^(?!.*\bconfig)(?=.*(?:moe|experts))(?=.*\bfall(?:s|ing|en)?[- ]?back (?:to|on)\b).*$",)
 ENGINES: dict[str, Engine] = {
     "sglang": Engine(
         http=tuple((route, "moe_runner_backend") for route in INFO_ROUTES),

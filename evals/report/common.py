@@ -33,10 +33,13 @@ def arm(report: Report, name: str) -> Mapping[str, Any]:
     return next(a for a in report["arms"] if a["name"] == name)
 
 
-def backend(entry: Mapping[str, Any]) -> str:
-    """ "fp8/trtllm on 46/46 layers, 0 fallbacks", or that nothing attests it."""
+def backend(entry: Mapping[str, Any], report: Report | None = None) -> str:
+    """ "fp8/trtllm on 46/46 layers, 0 fallbacks", what an engine's routes and log say, or that nothing attests it."""
     server = entry["server"]
     if server is None:
+        for finding in (report or {}).get("integrity", {}).get("findings", ()):
+            if finding["code"] == "kernel-attested" and finding["arm"] == entry["name"]:
+                return str(finding["message"].partition(": ")[2])
         return "not attested (the server has no /fingerprint)"
     resolved = server.get("resolved") or {}
     total = sum(resolved.values())

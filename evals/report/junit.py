@@ -44,8 +44,8 @@ def _suite(root: ET.Element, report: common.Report, comparison: Mapping[str, Any
         "dataset_sha256": report["protocol"].get("dataset_sha256", ""),
         "baseline_weights_sha256": (base["server"] or {}).get("weights_sha256", ""),
         "candidate_weights_sha256": (cand["server"] or {}).get("weights_sha256", ""),
-        "baseline_kernels": common.backend(base),
-        "candidate_kernels": common.backend(cand),
+        "baseline_kernels": common.backend(base, report),
+        "candidate_kernels": common.backend(cand, report),
         "tool_version": report["tool"]["version"],
         "command": report["command"],
     }.items():

@@ -92,7 +92,8 @@ def _block(report: common.Report, comparison: Mapping[str, Any]) -> list[str]:
         lines.append(f"- layer {escape(layer['layer'])} {moved}: {escape(layer['detail'])}")
     if lines[-1].startswith("- "):
         lines.append("")  # else the next line would belong to the list
-    lines.append(f"kernels: baseline {escape(common.backend(base))}; candidate {escape(common.backend(cand))}  ")
+    kernels = [escape(common.backend(arm, report)) for arm in (base, cand)]
+    lines.append(f"kernels: baseline {kernels[0]}; candidate {kernels[1]}  ")
     return lines
 
 

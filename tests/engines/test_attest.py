@@ -49,6 +49,9 @@ def made(tmp_path: Path) -> Any:
      "W flashinfer_trtllm MoE unsupported here, falling back to triton\n", "fallback"),
     ("sglang", "triton", {"/server_info": {"moe_runner_backend": "triton"}},
      "W attention falls back to torch_native\n", "attested"),  # not of the MoE
+    ("sglang", "triton", {"/server_info": {"moe_runner_backend": "triton"}},
+     "Config file not found at A.json. Fallback to triton version 3.4.0 and use MoE kernel config from B.json\n",
+     "attested"),  # another tuning file, the same kernel
     ("vllm", "flashinfer_trtllm", {}, VLLM_FP8.format("FLASHINFER_TRTLLM"), "attested"),
     ("vllm", "flashinfer_trtllm", {}, VLLM_FP4.format("FLASHINFER_TRTLLM") + VLLM_MTP, "attested"),
     ("vllm", "flashinfer_trtllm", {}, VLLM_FP8.format("MARLIN"), "mismatch"),
