@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from evals.mini.experts import Combine, Dispatch, Scatter, grouped_linear, plan_groups
 
 BIAS_OFFSET = 6.94  # GLM-5.2 publishes e_score_correction_bias in [6.82, 7.06]; selection does not depend on the offset
-BIAS_LIMIT = 0.25  # furthest a bias may move from its centre
-# Longest row of a router matrix. Unbounded rows saturate the sigmoid: a favoured expert then scores near 1 for every
-# token, beyond what a small bias can correct. (First GPU run, unbounded: one expert took every token in three layers.)
-ROUTER_ROW_NORM = 0.1
+BIAS_LIMIT = 0.12  # furthest a bias may move from its centre: the half width of that range
+# Spread of the router's logits: longest row of its matrix, the norm's weight multiplied in. Unbounded rows saturate the
+# sigmoid, and a favoured expert then scores near 1 for every token, beyond what a small bias can correct. For the same
+# reason rows keep nothing of the direction all tokens share. (First GPU run, unbounded: one expert took every token in
+# three layers. Runs that bounded the plain row at 0.1: four experts took nearly all, since the norm's weight grew.)
+ROUTER_ROW_NORM = 0.6
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,16 @@ def dense_block(x: Tensor, p: dict[str, Tensor], config: MiniConfig) -> Tensor:
     return x + swiglu(rms_norm(x, p["ln2"], config.eps), p["gate"], p["up"], p["down"])
 
 
-def route(x: Tensor, p: dict[str, Tensor], bias: Tensor, config: MiniConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised input [T, H], chosen experts int64 [T, k], weights FP32 [T, k] (all arithmetic FP32)."""
+def route(
+    x: Tensor, p: dict[str, Tensor], bias: Tensor, config: MiniConfig
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalised input h [T, H], chosen experts int64 [T, k], weights FP32 [T, k] (all arithmetic FP32), mean h [H]."""
     h = rms_norm(x, p["ln2"], config.eps).flatten(0, 1)
     scores = torch.sigmoid(h.float() @ p["router"].t())
     ids = torch.topk(scores.detach() + bias, config.top_k, dim=-1, sorted=False).indices
     weights = scores.gather(1, ids)
-    return h, ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * config.scaling
+    mean = h.detach().float().mean(0)
+    return h, ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * config.scaling, mean
 
 
 def add_shared(x: Tensor, h: Tensor, routed: Tensor, p: dict[str, Tensor]) -> Tensor:
@@ -191,12 +196,15 @@ class MiniNetwork(nn.Module):
             p.copy_(torch.randn(p.shape, generator=generator) * std)
         self.biases.zero_()
 
-    def hidden_states(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Last hidden states [B, T, H] before the final norm, and expert loads int64 [MoE layers, E]."""
+    def hidden_states(self, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Last hidden states [B, T, H] before the final norm; of every MoE layer the expert loads and mean input.
+
+        Loads are int64 [MoE layers, E], mean inputs FP32 [MoE layers, H].
+        """
         c = self.config
         cos, sin = rope_tables(c, tokens.shape[1], tokens.device)
         x = F.embedding(tokens, self.embed).to(dtype)
-        loads = []
+        loads, means = [], []
         for i in range(c.layers):
             p = self.blocks[i]
             attn = {k: p[k] for k in ("ln1", "q", "q_b", "k", "k_b", "v", "v_b", "o", "q_norm", "k_norm")}
@@ -204,7 +212,7 @@ class MiniNetwork(nn.Module):
             if i == 0:
                 x = self.dense(x, {k: p[k] for k in ("ln2", "gate", "up", "down")}, c)
                 continue
-            h, ids, weights = self.router(x, {k: p[k] for k in ("ln2", "router")}, self.biases[i - 1], c)
+            h, ids, weights, mean = self.router(x, {k: p[k] for k in ("ln2", "router")}, self.biases[i - 1], c)
             plan = plan_groups(ids, c.experts)
             grouped = Dispatch.apply(h, plan.source, plan.place)
             both = grouped_linear(grouped, torch.cat((p["w1"], p["w3"]), 1), plan.ends)
@@ -213,27 +221,33 @@ class MiniNetwork(nn.Module):
             routed = Combine.apply(out, plan.source, plan.place, h.shape[0])
             x = self.finish(x, h, routed, {k: p[k] for k in ("s_gate", "s_up", "s_down")})
             loads.append(plan.counts)
-        return x, torch.stack(loads)
+            means.append(mean)
+        return x, torch.stack(loads), torch.stack(means)
 
-    def forward(self, tokens: Tensor, targets: Tensor, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Loss (scalar) and expert loads."""
-        x, loads = self.hidden_states(tokens, dtype)
-        return self.loss(x, self.norm, self.head, targets.flatten(), weights.flatten(), self.config.eps), loads
+    def forward(
+        self, tokens: Tensor, targets: Tensor, weights: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss (scalar), expert loads and mean inputs."""
+        x, loads, means = self.hidden_states(tokens, dtype)
+        loss = self.loss(x, self.norm, self.head, targets.flatten(), weights.flatten(), self.config.eps)
+        return loss, loads, means
 
     def logits(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """Logits FP32 [B, T, V]."""
-        x, _ = self.hidden_states(tokens, dtype)
+        x, _, _ = self.hidden_states(tokens, dtype)
         return F.linear(rms_norm(x, self.norm, self.config.eps), self.head.to(dtype)).float()
 
     @torch.no_grad()
-    def balance(self, loads: Tensor, rate: float) -> None:
+    def balance(self, loads: Tensor, means: Tensor, rate: float) -> None:
         """Auxiliary-loss-free balancing: `rate` up for under-loaded experts, down for the others, then re-centre.
 
-        Also keeps the router's rows short (ROUTER_ROW_NORM).
+        Also keeps the router's rows short (ROUTER_ROW_NORM) and orthogonal to the layer's mean input.
         """
-        for block in self.blocks[1:]:
+        for block, mean_input in zip(self.blocks[1:], means, strict=True):
             row = block["router"]
-            row.mul_((ROUTER_ROW_NORM / row.norm(dim=1, keepdim=True)).clamp_max(1.0))
+            along = mean_input / (mean_input.norm() + 1e-12)
+            row.sub_(torch.outer(row @ along, along))
+            row.mul_((ROUTER_ROW_NORM / (row * block["ln2"]).norm(dim=1, keepdim=True)).clamp_max(1.0))
         mean = loads.float().mean(1, keepdim=True)
         updated = self.biases + rate * torch.sign(mean - loads.float())
         updated -= updated.mean(1, keepdim=True)

@@ -2,6 +2,8 @@
 
 Muon: momentum, then the orthogonalised update (Newton–Schulz, quintic coefficients 3.4445, −4.7750, 2.0315, five
 rounds; Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"), experts one by one.
+Weights decay by 0.1 times the rate (as in Liu et al. 2025, "Muon is scalable for LLM training"): without it the always
+used shared expert outgrows the routed ones, whose products of three matrices fall behind, ten times and more.
 AdamW: Loshchilov & Hutter 2019, without weight decay here.
 """
 
@@ -12,6 +14,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
+MUON_DECAY = 0.1
 MUON_MOMENTUM, ADAM_BETAS, ADAM_EPS = 0.95, (0.9, 0.95), 1e-8
 NOT_MUON = ("embed", "head", "router")
 
@@ -60,6 +63,7 @@ class MuonAdamW:
             update = orthogonalise(stacked).float() * max(1.0, shape[0] / shape[1]) ** 0.5
             pieces = update.split([g.numel() // (shape[0] * shape[1]) for g in nesterov])
             params = [self.parameters[n] for n in names]
+            torch._foreach_mul_(params, 1 - muon_rate * MUON_DECAY)
             torch._foreach_add_(params, [u.view_as(p) for u, p in zip(pieces, params, strict=True)], alpha=-muon_rate)
         b1, b2 = ADAM_BETAS
         params = [self.parameters[n] for n in self.adam]

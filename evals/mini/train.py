@@ -159,11 +159,11 @@ def run(options: argparse.Namespace) -> Path:
             measured_from = time.time()
         rows = ready if ready is not None else next(feed)
         ready = None
-        loss, load_now = network(*to_device(rows, device), dtype)
+        loss, load_now, means = network(*to_device(rows, device), dtype)
         loss.backward()
         share = schedule(step, LONGEST if options.seconds and step < MEASURED else options.steps)
         optimizer.step(step + 1, options.muon_rate * share, options.adam_rate * share)
-        network.balance(load_now, options.bias_rate * share)
+        network.balance(load_now, means, options.bias_rate * share)
         total += loss.detach()
         loads += load_now
         if (step + 1) % options.log_every == 0 or step + 1 == last:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from evals.mini import export, state, stream, train
 from evals.mini.experts import Combine, Dispatch, Scatter, grouped_linear, plan_groups
-from evals.mini.network import BIAS_OFFSET, TOY, MiniConfig, MiniNetwork
+from evals.mini.network import BIAS_OFFSET, ROUTER_ROW_NORM, TOY, MiniConfig, MiniNetwork
 from evals.mini.optimizer import MuonAdamW, orthogonalise
 from evals.mini.steps import check
 from evals.mini.tokenizer import END, MODEL_DIR, USER, VOCAB_SIZE
@@ -95,11 +95,15 @@ def test_bias_balancing_moves_towards_even_load() -> None:
     before = made.biases.clone()
     loads = torch.ones(1, SMALL.experts)
     loads[0, 2] = 100
-    made.balance(loads, 0.01)
+    means = torch.randn(1, SMALL.hidden, generator=torch.Generator().manual_seed(2))
+    made.balance(loads, means, 0.01)
     moved = made.biases - before
     assert moved[0, 2] < 0
     assert (moved[0, [0, 1, 3]] > 0).all()
     assert abs(float(made.biases.mean())) < 1e-6
+    router = made.blocks[1]["router"]
+    assert (router @ means[0]).abs().max() < 1e-4 * float(router.norm() * means[0].norm())  # nothing of the mean input
+    assert (router * made.blocks[1]["ln2"]).norm(dim=1).max() < ROUTER_ROW_NORM * 1.0001
 
 
 def test_training_lowers_the_loss_and_exports_a_loadable_checkpoint(tmp_path: Path) -> None:
