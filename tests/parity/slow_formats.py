@@ -38,6 +38,8 @@ def _groups(x: np.ndarray, act: str, scalar: float | None) -> tuple[np.ndarray, 
         return q * float(scale), float(margin.min())
     out, least = np.zeros(x.shape), np.inf
     if act == "nvfp4":
+        if scalar is None:  # of the token's own
+            scalar = float(F32(np.abs(x).max() / F32(6 * 448))) or 1.0
         for b in range(0, x.shape[0], 16):
             q, scale, margin = nvfp4_group(x[b : b + 16], F32(scalar))
             out[b : b + 16], least = q * scale * float(F32(scalar)), min(least, margin)
@@ -88,7 +90,7 @@ def layer(record, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     for t, x in enumerate(x_all):
         for expert, weight in zip(ids[t].tolist(), weights[t].tolist(), strict=True):
             scalars: list[float | None] = [None, None]
-            if act in ("static", "nvfp4"):
+            if act in ("static", "nvfp4") and record.w13_input_scale is not None:
                 wide, down = record.w13_input_scale, record.w2_input_scale
                 scalars = [float((wide[expert] if per_expert else wide).max()),
                            float((down[expert] if per_expert else down).max())]
