@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from moe_kernels.formats import Checkpoint, open_checkpoint
+from moe_kernels.formats.checkpoint import swiglu_limit
 from moe_kernels.formats.experts import canonical, check_scale
 from moe_kernels.formats.files import TensorInfo
 from moe_kernels.formats.layout import StoredModule
+from moe_kernels.hazards import Hazard, hazards
+from moe_kernels.kinds import KindReport, kinds
+from moe_kernels.quant import mx
 from moe_kernels.quant.fp8 import MIN_WEIGHT_SCALE
 from moe_kernels.routing import route
 
@@ -69,17 +73,30 @@ class Nvfp4Report:
     zero_scales: int
     input_scale_low: float | None
     input_scale_high: float | None
+    tiny_experts: tuple[int, ...] = ()  # some scale_2 below 1e-10
+    input_spread: float = 1.0  # largest over smallest input_scale, of gate and up or of down
 
 
 @dataclass(frozen=True)
 class Fp8Report:
-    """A layer's block scales. `tiny` counts scales below 1e-10, which underflow in some kernels (dead experts)."""
+    """A layer's scales in FP8 and MX formats. `tiny` counts scales below 1e-10, which underflow in some kernels.
+
+    `dtype` is the stored one; `powers_of_two` says that every scale is one, as E8M0 scales are. `mismatched` and
+    `max_ratio` compare gate's scale with up's where each matrix has one (per-tensor FP8), else 0 and 1.
+    """
 
     layer: int
     low: float
     high: float
     tiny: int
     tiny_experts: tuple[int, ...]
+    dtype: str = "F32"
+    powers_of_two: bool = False
+    mismatched: int = 0
+    max_ratio: float = 1.0
+    input_scale_low: float | None = None
+    input_scale_high: float | None = None
+    input_spread: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -109,7 +126,12 @@ class Inspection:
     families: tuple[Family, ...]
     bias: tuple[BiasReport, ...]
     nvfp4: tuple[Nvfp4Report, ...]
-    fp8: tuple[Fp8Report, ...]
+    fp8: tuple[Fp8Report, ...]  # of every format but NVFP4
+    kinds: tuple[KindReport, ...] = ()
+    kv_cache: str | None = None  # declared; ignored
+    ignored_tensors: int = 0
+    swiglu_limit: float | None = None
+    warnings: tuple[Hazard, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; infinity (a ratio with zero) becomes the string "inf"."""
@@ -121,7 +143,7 @@ def inspect_checkpoint(path: str | Path, *, with_hash: bool = False) -> Inspecti
     checkpoint = open_checkpoint(path)
     layout, routing, shape = checkpoint.layout, checkpoint.routing, checkpoint.shape
     stored = [*layout.modules.values(), *(m for x in checkpoint.moe_layers for m in _projections(checkpoint, x))]
-    return Inspection(
+    found = Inspection(
         path=str(path),
         model_type=checkpoint.model_type,
         format=checkpoint.scheme.label,
@@ -145,8 +167,13 @@ def inspect_checkpoint(path: str | Path, *, with_hash: bool = False) -> Inspecti
         families=tuple(families(checkpoint)),
         bias=tuple(_bias_reports(checkpoint)),
         nvfp4=tuple(_nvfp4_reports(checkpoint)) if checkpoint.format == "nvfp4" else (),
-        fp8=tuple(_fp8_reports(checkpoint)) if checkpoint.format == "fp8" else (),
+        fp8=tuple(_fp8_reports(checkpoint)) if checkpoint.format not in ("bf16", "nvfp4") else (),
+        kinds=tuple(kinds(checkpoint)),
+        kv_cache=checkpoint.scheme.kv_cache,
+        ignored_tensors=len(layout.ignored),
+        swiglu_limit=swiglu_limit(checkpoint.config),
     )
+    return replace(found, warnings=tuple(hazards(found, checkpoint.expert_encoding)))
 
 
 def families(checkpoint: Checkpoint) -> Iterator[Family]:
@@ -201,17 +228,36 @@ def _nvfp4_reports(checkpoint: Checkpoint) -> Iterator[Nvfp4Report]:
             float(scale_2.min()), float(scale_2.max()), int((scale_2 == 0).sum()),
             None if input_scale is None else float(input_scale.min()),
             None if input_scale is None else float(input_scale.max()),
+            tuple((scale_2 < MIN_WEIGHT_SCALE).any(1).nonzero().flatten().tolist()), _spread(inputs),
         )  # fmt: skip
 
 
 def _fp8_reports(checkpoint: Checkpoint) -> Iterator[Fp8Report]:
     for layer in checkpoint.moe_layers:
+        dtype = next(iter(_projections(checkpoint, layer))).parts["scale"].dtype
         scales = _read_parts(checkpoint, layer, "scale")  # three to an expert
+        scales = [mx.decode_e8m0(s) if s.dtype == torch.uint8 else s for s in scales]
         tiny = [int((s < MIN_WEIGHT_SCALE * (1 - 1e-6)).sum()) for s in scales]
+        mismatched, ratio = 0, 1.0
+        if checkpoint.format == "fp8_tensor":
+            halves = torch.stack([s.reshape(()) for s in scales]).view(-1, 3)[:, :2]
+            mismatched = int((halves[:, 0] != halves[:, 1]).sum())
+            ratio = float((halves.amax(1) / halves.amin(1).clamp(min=MIN_WEIGHT_SCALE)).max())
+        inputs = _read_parts(checkpoint, layer, "input_scale")
         yield Fp8Report(
             layer, min(float(s.min()) for s in scales), max(float(s.max()) for s in scales), sum(tiny),
-            tuple(sorted({i // 3 for i, n in enumerate(tiny) if n})),
+            tuple(sorted({i // 3 for i, n in enumerate(tiny) if n})), dtype,
+            all(bool((torch.frexp(s)[0].abs() == 0.5).all()) for s in scales), mismatched, ratio,
+            min(map(float, inputs), default=None), max(map(float, inputs), default=None), _spread(inputs),
         )  # fmt: skip
+
+
+def _spread(inputs: list[Tensor]) -> float:
+    """Largest over smallest input_scale, of gate and up or of down, three tensors to an expert; 1 without any."""
+    if not inputs:
+        return 1.0
+    scales = torch.stack([x.reshape(()) for x in inputs]).view(-1, 3)
+    return max(float(part.max() / part.min()) for part in (scales[:, :2], scales[:, 2]))
 
 
 def _projections(checkpoint: Checkpoint, layer: int) -> Iterable[StoredModule]:

@@ -10,11 +10,18 @@ if TYPE_CHECKING:
     from moe_kernels.inspect import Inspection
 
 
+_ACTIVATIONS = {
+    "dynamic": "quantised, scales from the data",
+    "static": "quantised, scales from the checkpoint",
+    "none": "left alone (weight-only)",
+}
+
+
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Register the subcommand."""
     parser = subparsers.add_parser(
         "inspect",
-        help="architecture, format, tensors, scales and router biases of a checkpoint",
+        help="architecture, formats, tensors, scales, router biases and known hazards of a checkpoint",
         description="Read a checkpoint's headers, scales and routers (not its expert weights) and describe them.",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="folder of a safetensors checkpoint")
@@ -58,6 +65,11 @@ def show(x: Inspection) -> None:
         facts.add_row("sha256", x.weights_sha256)
     out.print(facts)
 
+    kinds = table("modules", "count#", "stored as", "activations")
+    for k in x.kinds:
+        kinds.add_row(k.kind, k.modules, k.label, _ACTIVATIONS.get(k.activations, ""))
+    out.print(kinds)
+
     tensors = table("tensors", "count#", "dtype", "shape", "size#", "")
     for f in x.families:
         tensors.add_row(f.pattern, f.count, f.dtype, list(f.shape), _mib(f.nbytes), f.note)
@@ -88,17 +100,18 @@ def show(x: Inspection) -> None:
                 f"{n.scale_2_low:.3g}", f"{n.scale_2_high:.3g}", inputs,
             )  # fmt: skip
         out.print(halves)
-        pairs, different = sum(n.experts for n in x.nvfp4), sum(n.mismatched for n in x.nvfp4)
-        worst = max(n.max_ratio for n in x.nvfp4)
-        out.print(
-            f"gate and up have different scale_2 in {different} of {pairs} experts ({different / pairs:.1%}), by up to "
-            f"{worst:.3f}x{': a kernel must take both' if different else ''}.\n"
-        )
     if x.fp8:
-        scales = table("scales of layer#", "lowest#", "highest#", "below 1e-10#", "in experts")
-        for s in x.fp8:
-            scales.add_row(s.layer, f"{s.low:.3g}", f"{s.high:.3g}", s.tiny, ", ".join(map(str, s.tiny_experts)))
+        columns = ("scales of layer#", "stored as", "lowest#", "highest#", "below 1e-10#", "in experts", "input_scale")
+        scales = table(*columns)
+        for r in x.fp8:
+            inputs = "none" if r.input_scale_low is None else f"{r.input_scale_low:.3g} to {r.input_scale_high:.3g}"
+            dead = ", ".join(map(str, r.tiny_experts))
+            scales.add_row(r.layer, r.dtype, f"{r.low:.3g}", f"{r.high:.3g}", r.tiny, dead, inputs)
         out.print(scales)
+    for warning in x.warnings:
+        out.print(f"warning ({warning.code}): {warning.message}", markup=False)
+    if not x.warnings:
+        out.print("no known hazards found")
 
 
 def _mib(nbytes: int) -> str:
