@@ -121,3 +121,32 @@ def test_the_files_the_issue_asks_for_are_there() -> None:
 
 def test_the_schema_file_is_the_models() -> None:
     assert (VARIANTS / "schema.json").read_text() == json_schema()
+
+
+def test_the_page_about_files_is_true() -> None:
+    """Its example loads, the files and model files it names exist, and every file that exists is named."""
+    import re
+
+    from evals.engines.schema import VariantFile
+
+    page = (ROOT / "docs" / "engines.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    made = VariantFile.model_validate(yaml.safe_load(example))
+    assert made.kernel == "flashinfer_trtllm" and made.gpus == list(range(8))
+    named = set(re.findall(r"`((?:sglang|vllm|moe-parity|glm|url)[\w.-]*)`", page))
+    there = {p.stem for p in ready_files()} | {p.stem for p in (VARIANTS / "models").glob("*.yaml")}
+    assert named - there <= {"glm", "sglang"}, named - there
+    assert there <= named, there - named
+
+
+def test_facts_in_the_page_are_those_of_the_files() -> None:
+    page = (ROOT / "docs" / "engines.md").read_text()
+    card = load(VARIANTS / "sglang-trtllm.yaml", str(VARIANTS / "models" / "glm-5.2-fp8.yaml"), ENV)
+    assert "[6.817, 7.063]" in (card.facts.bias or "") and "[6.817, 7.063]" in page
+    # the statement itself: BF16 has nine values there, 1/32 apart; the model's 238 hit eight of them
+    import torch
+
+    line = torch.linspace(6.817, 7.063, 100_000, dtype=torch.float32).to(torch.bfloat16)
+    values = line.unique().float()
+    assert len(values) == 9
+    assert (values[1:] - values[:-1]).unique().tolist() == [1 / 32]
