@@ -63,10 +63,14 @@ class Problems:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSONL file; a bad line is an error naming it."""
-    if not path.is_file():
-        raise DataError(f"no file {path}: --data takes a folder (test.jsonl, train.jsonl) or a file")
+    try:
+        if not path.is_file():
+            raise DataError(f"no file {path}: --data takes a folder (test.jsonl, train.jsonl) or a file")
+        file = path.open(encoding="utf-8")
+    except PermissionError:
+        raise DataError(f"{path} may not be read by this user; change its permissions or its folder's") from None
     rows = []
-    with path.open(encoding="utf-8") as lines:
+    with file as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -163,6 +163,9 @@ def test_compose_reaches_a_verdict_on_the_cpu(engine: Engine, project: str, tmp_
 
 
 def before_after(engine: Engine, project: str, data: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """The profile's judge; pytest's folder is opened to the image's user."""
+    for folder in (data, data.parent):
+        folder.chmod(0o755)
     return engine.run(
         "compose", "-p", project, "-f", "docker/compose.gpu.yaml", "-f", "tests/docker/compose.standin.yaml",
         "--profile", "before-after", "run", "--rm", "evals-after",
@@ -198,6 +201,12 @@ def test_another_kernel_in_the_second_image_is_invalid(engine: Engine, project: 
     done = before_after(engine, project, data_dir, FAKE_CANDIDATE="--runs triton")
     assert done.returncode == 4, (done.stdout + done.stderr)[-4000:]
     assert "flashinfer_trtllm was asked for, the server runs triton" in done.stdout + done.stderr
+
+
+def test_a_crash_of_the_first_server_is_an_error_and_no_verdict(engine: Engine, project: str, data_dir: Path) -> None:
+    done = before_after(engine, project, data_dir, FAKE_BASELINE="--crash 'CUDA error: out of memory'")
+    assert done.returncode == 2, (done.stdout + done.stderr)[-4000:]
+    assert "baseline ended with code 2 before a verdict" in done.stdout + done.stderr
 
 
 def test_evals_starts_and_removes_containers_itself(

@@ -174,8 +174,18 @@ def test_before_and_after_hand_over_as_the_containers_do(
     assert report["state"] == "PASS" and set(report["integrity"]["attestation"].values()) == {"attested"}
 
 
-def test_a_server_that_dies_ends_its_container_with_the_log(place: Callable[..., dict[str, str]]) -> None:
+def test_a_server_that_dies_ends_the_command_with_code_2(place: Callable[..., dict[str, str]]) -> None:
+    """Every container does its part, so that Compose does not stop with a code of its own."""
     dying = start("handover.sh", place("baseline", FAKE_BASELINE="--crash 'CUDA error: out of memory'"))
-    said, _ = dying.communicate(timeout=60)
-    assert dying.returncode == 1
+    up(place("baseline")["BASELINE_URL"])  # answered in its stead
+    assert start("compare.sh", place("", ONLY="baseline")).wait(30) == 0
+    said, _ = dying.communicate(timeout=30)
+    assert dying.returncode == 0
     assert "the server of baseline ended by itself (status 1)" in said and "CUDA error: out of memory" in said
+    second = start("handover.sh", place("candidate"))
+    up(place("candidate")["CANDIDATE_URL"])
+    judge = start("compare.sh", place("", ONLY=""))
+    said, _ = judge.communicate(timeout=30)
+    second.terminate()
+    assert "the candidate is not started" in second.communicate(timeout=30)[0]
+    assert judge.returncode == 2 and "CUDA error: out of memory" in said
