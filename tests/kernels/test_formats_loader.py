@@ -222,7 +222,7 @@ def test_kv_scales_are_ignored_with_a_log_line(
 
 def test_mini_checkpoint_loads_in_under_a_second(mini_checkpoint: Path) -> None:
     spent = []
-    for _ in range(3):  # the least of three: a full garbage collection over transformers' objects takes longer than this
+    for _ in range(3):  # the least of three: a full garbage collection may fall into one of them
         started = time.process_time()
         load_all(mini_checkpoint)
         spent.append(time.process_time() - started)
