@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moe_kernels.convert import quantize_record
 from moe_kernels.errors import VariantError
 from moe_kernels.quant import fp8
 from moe_kernels.records import ExpertWeights, MoEShape, RoutingConfig, WeightFormat
@@ -117,7 +118,8 @@ def random_record(shape: BenchShape, fmt: WeightFormat, device: torch.device, se
         unit = 1 / (3 * 150)  # brings e2m1 * scale to a spread of about one
         two = torch.rand(e, 2, generator=generator, device=device).add_(0.5).mul_(unit * h**-0.5)
         return ExpertWeights("nvfp4", w13, w2, s13, s2, two, torch.full((e,), unit * i**-0.5, device=device))
-    raise VariantError(f"no random weights for format '{fmt}'")
+    record = random_record(shape, "bf16", device, seed)
+    return quantize_record(record, fmt)
 
 
 def inputs(

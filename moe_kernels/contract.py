@@ -248,6 +248,10 @@ def check_values(record: ExpertWeights, layer: int | str = "?") -> None:
         scale = getattr(record, name)
         if scale is None:
             continue
+        if scale.dtype == torch.uint8:  # E8M0 of MX formats: 0 is 2^-127, the scale of an all-zero group; 255 is NaN
+            if (scale == 255).any():
+                _fail(f"layer {layer} {name}{(scale == 255).nonzero()[0].tolist()}", "NaN (255)", "finite")
+            continue
         value = scale.float()
         if not torch.isfinite(value).all():
             where = (~torch.isfinite(value)).nonzero()[0].tolist()
@@ -262,7 +266,7 @@ def check_values(record: ExpertWeights, layer: int | str = "?") -> None:
                 f">= {floor}",
                 "clamp it to 1e-10 (the weights of that block are zero)",
             )
-    if record.format == "fp8":
+    if record.w13.dtype == FP8:
         for name in ("w13", "w2"):
             # E4M3 has one NaN pattern per sign, 0x7f and 0xff, and no infinity
             if ((getattr(record, name).view(torch.uint8) & 0x7F) == 0x7F).any():

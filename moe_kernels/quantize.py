@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from moe_kernels.convert import quantize_record
+from moe_kernels.convert import EXACT, quantize_record
 from moe_kernels.errors import CheckpointError, FormatError
 from moe_kernels.formats import Checkpoint, dequantize, open_checkpoint
 from moe_kernels.formats.architectures import PROJECTIONS
@@ -74,7 +74,8 @@ def quantize(
         raise FormatError(f"routed experts of '{src}' are {format} already ({source.scheme.label}): use it as it is")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"'{dst}' exists already: give a new folder, nothing is overwritten")
-    if source.format != "bf16" and layout is not None and source.format != layout.encoding.format:
+    exact = layout is not None and (source.format, layout.encoding.format) in EXACT
+    if source.format != "bf16" and layout is not None and source.format != layout.encoding.format and not exact:
         log.warning("%s is %s: quantising it again adds its error to the new one", src, source.scheme.label)
     scales = calibration if isinstance(calibration, InputScales) else InputScales.load(calibration, source)
     created = not target.exists()

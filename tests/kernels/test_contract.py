@@ -149,3 +149,23 @@ def test_values_of_scales_and_weights() -> None:
     overflow.w2.view(torch.uint8)[1, 2, 3] = 0x7F
     with pytest.raises(ContractError, match="NaN"):
         contract.check_values(overflow)
+
+
+def test_mx_scales_may_be_the_least_but_never_nan() -> None:
+    """Byte 0 is 2^-127, the scale of an all-zero group; 255 is NaN."""
+    from tests.kernels.records import bf16_record, quantised
+
+    for fmt in ("mxfp8", "mxfp4", "fp8_channel", "fp8_tensor"):
+        record = quantised(bf16_record(2, 64, 32), fmt)  # type: ignore[arg-type]
+        contract.check_values(record)
+        assert record.w13_scale is not None
+        if fmt.startswith("mx"):
+            record.w13_scale[1, 3, 0] = 0
+            contract.check_values(record)
+            record.w13_scale[1, 3, 0] = 255
+            with pytest.raises(ContractError, match=r"w13_scale\[1, 3, 0\]"):
+                contract.check_values(record)
+        else:
+            record.w13.view(torch.uint8)[1, 0, 0] = 0x7F
+            with pytest.raises(ContractError, match="w13"):
+                contract.check_values(record)
