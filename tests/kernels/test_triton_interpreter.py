@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("triton")
 
 LAYERS = ["fp8_T1_swap", "fp8_T5_swap", "fp8_T7_plain", "fp8_T70_plain", "fp8_before", "nvfp4_T1", "nvfp4_T37",
-          "nvfp4_T5_act"]
+          "nvfp4_T5_act", "fp8_limit", "nvfp4_limit"]
 
 
 @pytest.fixture(scope="module")

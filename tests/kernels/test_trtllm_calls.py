@@ -31,6 +31,15 @@ def inputs(tokens: int, hidden: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(tokens, hidden, generator=g).bfloat16(), torch.randn(tokens, 8, generator=g)
 
 
+@pytest.mark.parametrize("variant", ["fp8/trtllm", "nvfp4/trtllm"])
+def test_a_swiglu_limit_is_refused_not_dropped(variant: str) -> None:
+    record = case.fp8_record(0) if variant.startswith("fp8") else case.nvfp4_record(0, h=512)
+    record.swiglu_limit = 10.0
+    spec = registry.parse(variant)
+    with pytest.raises(VariantError, match=r"does not pass swiglu_limit=10\.0 yet; use \w+/emulated"):
+        registry.layer_class(spec)(record, case.CONFIG, BIAS, spec)
+
+
 @pytest.mark.parametrize("version", TESTED_VERSIONS)
 @pytest.mark.parametrize("make", [fp8_layer, fp4_layer])
 @pytest.mark.parametrize("inside", [True, False])

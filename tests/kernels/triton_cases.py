@@ -47,11 +47,14 @@ def nvfp4_record(e: int, h: int, i: int, g: torch.Generator) -> ExpertWeights:
     return ExpertWeights("nvfp4", torch.cat(halves, 1), q, s13, s, torch.stack(scalars, 1), s2)
 
 
-def layer_case(variant: str, tokens: int, e: int, k: int, h: int, i: int, block_m: int, swap: bool) -> dict:
+def layer_case(
+    variant: str, tokens: int, e: int, k: int, h: int, i: int, block_m: int, swap: bool, limit: float | None = None
+) -> dict:
     """One layer against the emulated variant (activations not quantised: against the oracle)."""
     g = torch.Generator().manual_seed(1000 * tokens + e)
     spec = parse(variant)
     record = (fp8_record if spec.format == "fp8" else nvfp4_record)(e, h, i, g)
+    record.swiglu_limit = limit
     config = RoutingConfig(e, k, routed_scaling_factor=2.5)
     bias = 7 + torch.rand(e, generator=g) / 4
     hidden = torch.randn(tokens, h, generator=g).bfloat16()
@@ -147,6 +150,8 @@ CASES = {
     "fp8_T7_plain": lambda: layer_case("fp8/triton", 7, 12, 4, 256, 128, 16, False),
     "fp8_T70_plain": lambda: layer_case("fp8/triton", 70, 8, 2, 128, 128, 64, False),
     "fp8_before": lambda: layer_case("fp8/triton:bias=bf16,scales=copied", 7, 16, 4, 256, 128, 16, True),
+    "fp8_limit": lambda: layer_case("fp8/triton", 7, 8, 2, 128, 128, 16, True, limit=0.3),
+    "nvfp4_limit": lambda: layer_case("nvfp4/triton", 5, 8, 2, 128, 128, 16, True, limit=0.3),
     "nvfp4_T1": lambda: layer_case("nvfp4/triton", 1, 8, 2, 256, 128, 16, True),
     "nvfp4_T37": lambda: layer_case("nvfp4/triton", 37, 8, 2, 128, 128, 16, True),
     "nvfp4_T5_act": lambda: layer_case("nvfp4/triton:act=nvfp4", 5, 8, 2, 256, 128, 16, True),
