@@ -385,3 +385,39 @@ def test_bf16_or_fp8_attention_beside_nvfp4_experts(tiny_checkpoint: Path, tmp_p
     assert torch.equal(checkpoint.tensor(dense), stored(tiny_checkpoint)[dense])
     read = checkpoint.experts(1)
     assert torch.equal(read.w13, quantize_record(open_checkpoint(tiny_checkpoint).experts(1), "nvfp4").w13)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_mtp_layers_stay_unquantised_and_are_left_out(name: str, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """In every producer's own spelling: its rule for exclusions covers the whole MTP layer, and that layer alone."""
+    source = rewrite(
+        tiny_checkpoint, tmp_path / "m", lambda t: t.update({"model.layers.3.mlp.up_proj.weight": torch.ones(4, 4)}),
+        lambda c: c.update(num_nextn_predict_layers=1),
+    )  # fmt: skip
+    checkpoint = open_checkpoint(quantize(source, tmp_path / "q", name))
+    assert [i.name for i in checkpoint.layout.mtp] == ["model.layers.3.mlp.up_proj.weight"]
+    for module in ("model.layers.3.mlp.up_proj", "model.layers.3.mlp.experts.0.down_proj"):
+        assert checkpoint.scheme.encoding(module) is None
+    if TARGETS[name].modelopt is None:  # ModelOpt's own spelling is "model.layers.3*"; no later layer exists
+        assert not checkpoint.scheme.excludes("model.layers.30.mlp.experts.0.down_proj")
+    assert not checkpoint.scheme.excludes("model.layers.1.mlp.experts.0.down_proj")
+
+
+def test_names_are_those_of_compressed_tensors_compressors(written: dict[str, Path]) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    module = "model.layers.1.mlp.experts.3.up_proj"
+    for name in ("fp8_ct", "fp8_channel", "nvfp4_ct", "mxfp4", "mxfp8_ct"):
+        section = json.loads((written[name] / "config.json").read_text())["quantization_config"]
+        config, scheme = compressed_scheme(section)
+        wanted = set(compressors.BaseCompressor.get_value_from_registry(config.format).compression_param_names(scheme))
+        found = {n.removeprefix(module + ".") for n in stored(written[name]) if n.startswith(module + ".")}
+        # its list leaves out the input scale where only the local part of the activations' scales is dynamic
+        assert found - {"input_global_scale"} == wanted - {"input_global_scale"}, name
+        assert ("input_global_scale" in found) == (name == "nvfp4_ct")
+
+
+def test_an_attention_bias_next_to_quantised_projections(written: dict[str, Path], tiny_checkpoint: Path) -> None:
+    """q, k and v have biases in GLM-4.5: plain tensors beside weights of any format."""
+    name = "model.layers.2.self_attn.q_proj.bias"
+    for layout in ("fp8_channel", "nvfp4_ct", "mxfp4_quark"):
+        assert torch.equal(open_checkpoint(written[layout]).tensor(name), stored(tiny_checkpoint)[name])
