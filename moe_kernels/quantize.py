@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,12 +102,15 @@ def _write(
             writer.add(name, tensor)
         for layer in source.moe_layers:
             record = quantize_record(source.experts(layer), layout.encoding.format if layout else "bf16")
-            if layout is not None and layout.encoding.activations == "static":
+            if layout is None or layout.encoding.activations != "static":
+                record = replace(record, w13_input_scale=None, w2_input_scale=None)
+            else:
                 scales.apply(record, layer)
             for module, tensors in expert_tensors(record, source.architecture.expert, layer, layout):
                 experts.append(module)
                 for name, tensor in tensors:
                     writer.add(name, tensor)
+            del record, tensors, tensor  # before the next layer is read
         if not source.scheme.quantised:
             for info in source.layout.mtp:
                 writer.add(info.name, source.read(info))
@@ -141,11 +145,16 @@ def _plain_tensors(
         module = name.removesuffix(".weight")
         encoding = _other_encoding(stored, source, layout, only)
         if encoding is not None:
-            weight = source.tensor(name, None if stored.format == "bf16" else torch.float32)
-            parts = codec.encode(encoding.format, weight, name=name)
-            static = encoding.activations == "static"
-            scale = torch.tensor(default_scale(encoding.format, module.endswith("down_proj"))) if static else None
-            yield from stored_tensors(encoding, module, *parts, scale)
+            input_scale = torch.tensor(default_scale(encoding.format, module.endswith("down_proj")))
+            if stored.format == encoding.format:  # under other names: the same bits
+                read = source.parts(name)
+                q, weight_scale, scale_2 = read["weight"].clone(), read["scale"], read.get("scale_2")
+                input_scale = read.get("input_scale", input_scale)
+            else:
+                weight = source.tensor(name, None if stored.format == "bf16" else torch.float32)
+                q, weight_scale, scale_2 = codec.encode(encoding.format, weight, name=name)
+            static = input_scale if encoding.activations == "static" else None
+            yield from stored_tensors(encoding, module, q, weight_scale, scale_2, static)
             others[module] = encoding
             continue
         if len(stored.shape) == 2 and name.endswith(".weight") and "embed_tokens" not in name:

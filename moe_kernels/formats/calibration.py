@@ -75,8 +75,13 @@ class InputScales:
         save_file(tensors, path)
 
     def apply(self, record: ExpertWeights, layer: int) -> None:
-        """Set the record's input scales (NVFP4 and per-tensor FP8; other formats have none)."""
+        """Set the record's input scales (NVFP4 and per-tensor FP8; other formats have none).
+
+        Without calibration a record keeps those it has, i.e. those of a checkpoint in the same format.
+        """
         if record.format not in ("nvfp4", "fp8_tensor"):
+            return
+        if layer not in self.amax and record.w13_input_scale is not None:
             return
         e = record.num_experts
         wide, down = (default_scale(record.format, is_down) for is_down in (False, True))

@@ -76,6 +76,10 @@ class Checkpoint:
             raise CheckpointError(f"'{name}' is no tensor outside the routed experts; see tensor_names()")
         return self._read_module(stored, dtype)
 
+    def parts(self, name: str) -> dict[str, Tensor]:
+        """The stored tensors of a quantised weight in the record's terms: weight, scale, scale_2, input_scale."""
+        return self._read_parts(self.layout.modules[name])
+
     def experts(self, layer: int) -> ExpertWeights:
         """The routed experts of one MoE layer, as stored; peak extra memory is one expert's tensor."""
         return read_experts(self._reader, self._experts(layer), swiglu_limit(self.config))
@@ -129,17 +133,23 @@ class Checkpoint:
             raise CheckpointError(f"layer {layer} has no routed experts; MoE layers are {known}") from None
 
     def _read_module(self, stored: StoredModule, dtype: torch.dtype | None) -> Tensor:
+        read = self._read_parts(stored)
+        if stored.encoding is None:
+            return read["weight"].to(dtype or read["weight"].dtype, copy=True)
+        return codec.decode(stored.format, read["weight"], read["scale"], read.get("scale_2"), dtype or torch.bfloat16)
+
+    def _read_parts(self, stored: StoredModule) -> dict[str, Tensor]:
+        """Views of the mapped file (or copies): checked, scales in the record's shape, scalars 0-d."""
         parts = {info.name: part for part, info in stored.parts.items()}
         read = {}
         for info, tensor in self._reader.read_many(stored.parts.values()):
             part = parts[info.name]
             (check_finite if part == "weight" else check_scale)(info.name, tensor)
-            read[part] = canonical(stored, part, tensor)
-        if stored.encoding is None:
-            return read["weight"].to(dtype or read["weight"].dtype, copy=True)
-        scale = read["scale"].view(stored.encoding.scale_shapes(*stored.shape)[0])
-        scale_2 = read["scale_2"].reshape(()) if "scale_2" in read else None
-        return codec.decode(stored.format, read["weight"], scale, scale_2, dtype or torch.bfloat16)
+            tensor = canonical(stored, part, tensor)
+            if part == "scale" and stored.encoding is not None:
+                tensor = tensor.view(stored.encoding.scale_shapes(*stored.shape)[0])
+            read[part] = tensor.reshape(()) if part in ("scale_2", "input_scale") else tensor
+        return read
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

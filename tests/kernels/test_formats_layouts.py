@@ -15,6 +15,7 @@ from moe_kernels.commands.quantize import LABELS
 from moe_kernels.convert import quantize_record
 from moe_kernels.errors import CheckpointError, FormatError
 from moe_kernels.formats import Checkpoint, dequantize, open_checkpoint
+from moe_kernels.formats.calibration import InputScales
 from moe_kernels.formats.targets import TARGETS
 from moe_kernels.quantize import quantize
 from moe_kernels.records import ExpertWeights
@@ -225,6 +226,35 @@ def test_same_weights_under_other_names(written: dict[str, Path], tmp_path: Path
     assert torch.equal(other.w13_scale, open_checkpoint(written["fp8"]).experts(1).w13_scale)  # type: ignore[arg-type]
     with pytest.raises(FormatError, match="are nvfp4_ct already"):
         quantize(there, tmp_path / "x", "nvfp4_ct")
+
+
+def test_another_layout_keeps_calibration_and_the_other_linears(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    amax = {layer: (torch.full((8,), 5.0 + layer), torch.full((8,), 50.0)) for layer in (1, 2)}
+    source = quantize(tiny_checkpoint, tmp_path / "c", "nvfp4", only="linears", calibration=InputScales(amax))
+    there = open_checkpoint(quantize(source, tmp_path / "d", "nvfp4_ct", only="linears"))
+    before, after = open_checkpoint(source).experts(1), there.experts(1)
+    torch.testing.assert_close(after.w13_input_scale, before.w13_input_scale, rtol=2**-22, atol=0)
+    assert before.w13_input_scale is not None and before.w13_input_scale[0, 0] == 6.0 / (6 * 448)
+    name = "model.layers.1.self_attn.q_proj"
+    old, new = stored(source), stored(there.path)
+    assert torch.equal(old[f"{name}.weight"], new[f"{name}.weight_packed"])
+    assert torch.equal(old[f"{name}.weight_scale"].view(torch.uint8), new[f"{name}.weight_scale"].view(torch.uint8))
+    only = stored(quantize(source, tmp_path / "w", "nvfp4_w4a16", only="linears"))
+    assert not any(n.endswith("input_scale") for n in only)
+    again = quantize(source, tmp_path / "d2", "nvfp4_ct", calibration=InputScales({
+        layer: (torch.full((8,), 1.0), torch.full((8,), 2.0)) for layer in (1, 2)}))
+    renewed = open_checkpoint(again).experts(2).w2_input_scale
+    torch.testing.assert_close(renewed, torch.full((8,), 2.0 / (6 * 448)), rtol=2**-22, atol=0)
+
+
+def test_calibrated_per_tensor_fp8(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """input_scale = amax / 448; an expert that no token reached takes its layer's largest."""
+    amax = {layer: (torch.linspace(0, 7, 8), torch.full((8,), 50.0)) for layer in (1, 2)}
+    record = open_checkpoint(
+        quantize(tiny_checkpoint, tmp_path / "h", "fp8_tensor", calibration=InputScales(amax))).experts(1)
+    assert record.w13_input_scale is not None and record.w2_input_scale is not None
+    assert torch.equal(record.w13_input_scale[:, 0], torch.tensor([7.0, 1, 2, 3, 4, 5, 6, 7]) / 448)
+    assert torch.equal(record.w2_input_scale, torch.full((8,), 50.0) / 448)
 
 
 def test_conversions_that_keep_every_value(tiny_checkpoint: Path) -> None:
