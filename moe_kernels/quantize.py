@@ -36,6 +36,8 @@ Only = Literal["experts", "linears"]
 MAX_SHARD_BYTES = 4 << 30
 # Raised whenever the bytes that quantize() writes for the same source change, so that caches are remade.
 QUANTIZER_VERSION = 2
+# Linears that publishers leave alone: the head, and the sparse indexer's head weights (zai-org's FP8 releases).
+_NEVER = ("lm_head.weight", "indexer.weights_proj.weight")
 # Everything but weights and their index is copied: tokenizer, generation config, chat template, licence.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json")
 _OWN = ("config.json", "hf_quant_config.json", "moe-parity.json")
@@ -56,8 +58,8 @@ def quantize(
     `only="experts"` quantises the routed experts and nothing else, so that two variants of one model differ in
     the MoE path alone. `only="linears"` also takes attention, dense MLP and shared experts, as zai-org's FP8 files
     do, where the sizes fit (multiples of 128 for block FP8, K a multiple of the group for FP4 and MX). Format
-    `nvfp4_mixed` has its dense layers' MLPs in per-tensor FP8 in any case. Router, norms, embeddings and lm_head always
-    stay as they are. MTP layers are copied unquantised; from a source that is quantised itself they are left out and
+    `nvfp4_mixed` has its dense layers' MLPs in per-tensor FP8 in any case. Router, norms, embeddings, lm_head and
+    the sparse indexer's weights_proj always stay as they are. MTP layers are copied unquantised; from a source that is quantised itself they are left out and
     the config says so.
 
     NVFP4: every expert's gate, up and down projection has its own `weight_scale_2` = amax / (6 * 448).
@@ -164,7 +166,7 @@ def _plain_tensors(
 
 def _other_encoding(stored: StoredModule, source: Checkpoint, layout: Target | None, only: Only) -> Encoding | None:
     """How a weight outside the routed experts is to be stored; None: as it is."""
-    if layout is None or stored.name not in source.layout.linears or stored.name == "lm_head.weight":
+    if layout is None or stored.name not in source.layout.linears or stored.name.endswith(_NEVER):
         return None
     is_dense = ".mlp." in stored.name and "shared_expert" not in stored.name
     if only == "linears":

@@ -317,3 +317,17 @@ def test_quantize_record_refuses_unknown_formats() -> None:
     record = ExpertWeights("bf16", torch.ones(1, 32, 16).bfloat16(), torch.ones(1, 16, 16).bfloat16())
     with pytest.raises(FormatError, match="cannot quantise to 'mxfp5'"):
         quantize_record(record, "mxfp5")
+
+
+def test_the_indexers_head_weights_stay(tmp_path: Path) -> None:
+    """zai-org's GLM-5 FP8 releases quantise the indexer's wq_b and wk and leave weights_proj in BF16."""
+    from tests import family
+
+    source = family.tiny(
+        "glm_moe_dsa", tmp_path / "m", seed=1, hidden_size=128, moe_intermediate_size=128, intermediate_size=128,
+        num_hidden_layers=2, indexer_types=["full", "full"],
+    )  # fmt: skip
+    checkpoint = open_checkpoint(quantize(source, tmp_path / "q", "fp8_channel", only="linears"))
+    formats = {n: m.format for n, m in checkpoint.layout.modules.items() if ".indexer." in n and n.endswith("weight")}
+    kept = {n for n, f in formats.items() if f == "bf16"}
+    assert kept == {n for n in formats if "weights_proj" in n or "k_norm" in n} and len(kept) < len(formats)
