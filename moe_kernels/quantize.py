@@ -58,9 +58,9 @@ def quantize(
     `only="experts"` quantises the routed experts and nothing else, so that two variants of one model differ in
     the MoE path alone. `only="linears"` also takes attention, dense MLP and shared experts, as zai-org's FP8 files
     do, where the sizes fit (multiples of 128 for block FP8, K a multiple of the group for FP4 and MX). Format
-    `nvfp4_mixed` has its dense layers' MLPs in per-tensor FP8 in any case. Router, norms, embeddings, lm_head and
-    the sparse indexer's weights_proj always stay as they are. MTP layers are copied unquantised; from a source that is quantised itself they are left out and
-    the config says so.
+    `nvfp4_mixed` has its dense layers' MLPs in per-tensor FP8 in any case. Router, norms, embeddings, lm_head and the
+    sparse indexer's weights_proj always stay as they are. MTP layers are copied unquantised; from a source that is
+    quantised itself they are left out and the config says so.
 
     NVFP4: every expert's gate, up and down projection has its own `weight_scale_2` = amax / (6 * 448).
     `calibration` (a safetensors file, see `formats.calibration`) gives the largest activations seen, from which
