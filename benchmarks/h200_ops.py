@@ -80,13 +80,13 @@ def tiles(kind: str, tokens: int) -> list[Tile]:
     """Candidates."""
     base = tile_of(tokens, 1 if kind == "fp8" else 2)
     if tokens > 128:
-        found = [Tile(128, 128, 8, s) for s in ((3, 4, 5) if kind == "fp8" else (3,))]
-        return found + ([Tile(128, 256, 8, 3)] if kind == "bf16" else [Tile(64, 128, 4, 4), Tile(128, 128, 4, 4)])
-    stages = (4, 6, 8) if kind == "fp8" else (3, 4, 6)
-    if base.rows > 32:
-        stages = (3, 4) if kind == "fp8" else (2, 3)
-    found = [Tile(base.rows, 64, 4, s) for s in stages]
-    return found + [Tile(base.rows, 128, w, s) for w, s in itertools.product((4, 8), stages[:2])]
+        return [Tile(64, 128, 4, 4), Tile(128, 128, 8, 4)] if kind == "fp8" else [Tile(64, 128, 4, 3)]
+    if kind == "bf16":
+        return [Tile(base.rows, n, 4, s) for n, s in itertools.product((64, 128), (3, 4))]
+    shapes = {16: [(64, 4, 6), (64, 4, 8), (64, 4, 10), (128, 4, 4), (128, 4, 6), (128, 8, 4), (128, 8, 6)],
+              32: [(64, 4, 5), (64, 4, 8), (128, 4, 4), (128, 8, 6)], 128: [(64, 4, 3), (64, 4, 4), (128, 8, 3)]}
+    found = [Tile(base.rows, n, w, s, True) for n, w, s in shapes[base.rows]]
+    return found + ([Tile(8, 64, 4, 8, True), Tile(8, 128, 8, 6, True)] if tokens <= 8 else [])
 
 
 def compile_task(task: tuple) -> str:
@@ -125,7 +125,7 @@ def precompile(tasks: list[tuple]) -> None:
 
 
 LINEARS = [(n, "fp8", t) for t in (1, 8, 32, 128, 2048) for n in ("qkv", "o", "gate_up", "down")] + [
-    (n, "bf16", t) for t in (1, 32, 128, 2048) for n in ("qkv", "o")]
+    (n, "bf16", t) for t in (1, 2048) for n in ("qkv", "o")]
 
 
 def linears() -> None:
@@ -173,8 +173,8 @@ def decode_calls(batch: int, length: int, count: int) -> list[Callable[[], objec
 
 
 DECODES = [(chunk, {"BN": bn, "STAGES": s, "num_warps": w}) for chunk, bn, s, w in [
-    (256, 64, 3, 4), (256, 64, 2, 4), (256, 64, 4, 4), (256, 128, 2, 4), (256, 128, 2, 8), (256, 32, 4, 4),
-    (128, 64, 2, 4), (128, 64, 3, 4), (128, 128, 1, 8), (512, 64, 3, 4), (512, 64, 4, 4)]]
+    (256, 64, 2, 4), (256, 64, 3, 4), (256, 64, 4, 4), (256, 128, 2, 4), (256, 128, 3, 4), (256, 128, 2, 8),
+    (128, 64, 2, 4), (128, 64, 3, 4), (128, 32, 4, 4)]]
 
 
 def decodes() -> None:
@@ -202,8 +202,7 @@ def prefill_call(sequences: int, length: int) -> list[Callable[[], object]]:
 
 
 PREFILLS = [{"BM": m, "BN": n, "STAGES": s, "num_warps": w} for m, n, s, w in [
-    (128, 64, 3, 8), (128, 64, 2, 8), (128, 64, 3, 4), (128, 128, 2, 8), (128, 128, 3, 8), (64, 64, 3, 4),
-    (64, 128, 2, 4)]]
+    (128, 64, 3, 8), (128, 64, 4, 8), (128, 128, 2, 8), (128, 128, 3, 8), (64, 64, 3, 4), (64, 64, 4, 4)]]
 
 
 def prefills() -> None:

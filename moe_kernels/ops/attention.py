@@ -66,7 +66,7 @@ def _decode(
     decode_kernel[(splits, kv_heads, batch)](
         q, k_pool, v_pool, block_table, seq_lens, part, lse, scaling * math.log2(math.e), max_blocks,
         HKV=kv_heads, GROUP=group, GROUP_PAD=max(16, next_power_of_2(group)), D=dim, PAGE=page, CHUNK=CHUNK,
-        MAX_SPLITS=MAX_SPLITS, **DECODE, **options,
+        MAX_SPLITS=MAX_SPLITS, ASM=q.is_cuda, **DECODE, **options,
     )
     per_program = 1 if batch <= 4 else min(4, heads & -heads)
     combine_splits_kernel[(batch * heads // per_program,)](
@@ -98,7 +98,7 @@ def paged_prefill(
     if tokens:
         prefill_kernel[(heads, max(1, ceil_div(max_query, PREFILL["BM"])), sequences + 1)](
             q, k_pool, v_pool, block_table, query_start, seq_lens, out, scaling * math.log2(math.e),
-            block_table.shape[1], tokens, sequences, HQ=heads, HKV=kv_heads, D=dim, PAGE=page, **PREFILL,
+            block_table.shape[1], tokens, sequences, HQ=heads, HKV=kv_heads, D=dim, PAGE=page, ASM=q.is_cuda, **PREFILL,
             **launch_options(q),
         )
     return out

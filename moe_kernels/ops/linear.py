@@ -25,12 +25,16 @@ FEW = 128  # rows up to which weights take the tensor core's M side and K is spl
 
 @dataclass(frozen=True)
 class Tile:
-    """Launch parameters: `rows` tokens by `columns` outputs a program, warps and pipeline stages."""
+    """Launch parameters: `rows` tokens by `columns` outputs a program, warps and pipeline stages.
+
+    `stream` takes the Gluon kernel of `kernels/stream.py` (Hopper, FP8, few rows).
+    """
 
     rows: int
     columns: int
     warps: int
     stages: int
+    stream: bool = False
 
 
 def split_count(rows: int, columns: int) -> int:
@@ -41,13 +45,23 @@ def split_count(rows: int, columns: int) -> int:
     return splits
 
 
-def tile_of(tokens: int, element_size: int) -> Tile:
-    """Default launch parameters for a number of rows and the bytes of a weight."""
+def tile_of(tokens: int, element_size: int, stream: bool = False) -> Tile:
+    """Default launch parameters for a number of rows and the bytes of a weight; `stream` where that kernel runs."""
     if tokens > FEW:
-        return Tile(128, 128, 8, 4 if element_size == 1 else 3)
+        return Tile(64, 128, 4, 4) if element_size == 1 else Tile(128, 128, 8, 3)
     rows = max(16, next_power_of_2(tokens))
-    stages = {16: 6, 32: 5, 64: 5, 128: 4}[rows]
-    return Tile(rows, 64, 4, stages if element_size == 1 else max(3, stages - 2))
+    if element_size == 1:
+        return Tile(rows, 64, 4, {16: 8, 32: 6, 64: 5, 128: 4}[rows], stream)
+    return Tile(rows, 128, 4, 4 if rows <= 32 else 3)
+
+
+def streams(device: torch.device) -> bool:
+    """The Gluon kernel needs Hopper and the Triton it was tested with (`triton_fp8.gluon_tested`)."""
+    if not 90 <= capability(device) < 100:
+        return False
+    import triton
+
+    return triton.__version__.startswith("3.6.")
 
 
 def quantise(x: Tensor) -> Quantised:
@@ -67,28 +81,36 @@ class _Linear:
         self.rows, self.columns = weight.shape
         self.splits = split_count(self.rows, self.columns)
         self.override: Tile | None = None  # set by the tuner
-        self._operands: dict[tuple[int, int], Any] = {}
+        self._operands: dict[tuple[int, bool], Any] = {}
 
-    def _operand(self, tensor: Tensor, rows: int, tma: bool) -> Any:
+    def _operand(self, tensor: Tensor, rows: int, tma: bool, stream: bool = False) -> Any:
         """The tensor, or a TMA descriptor of [rows, 128] tiles; the weight's are kept."""
         if not tma:
             return tensor
-        from triton.tools.tensor_descriptor import TensorDescriptor
+        key = (rows, stream)
+        if tensor is self.weight and key in self._operands:
+            return self._operands[key]
+        made: Any
+        if stream:
+            from triton.experimental.gluon.language import NVMMASharedLayout
+            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-        if tensor is not self.weight:
-            return TensorDescriptor.from_tensor(tensor, [rows, 128])
-        key = (tensor.data_ptr(), rows)
-        if key not in self._operands:
-            self._operands[key] = TensorDescriptor.from_tensor(tensor, [rows, 128])
-        return self._operands[key]
+            made = GluonDescriptor.from_tensor(tensor, [rows, 128], NVMMASharedLayout(128, 8, 2))
+        else:
+            from triton.tools.tensor_descriptor import TensorDescriptor
+
+            made = TensorDescriptor.from_tensor(tensor, [rows, 128])
+        if tensor is self.weight:
+            self._operands[key] = made
+        return made
 
     def _launch(self, x: Tensor, x_scale: Tensor | None, *, keep_split: bool) -> Tensor:
         from moe_kernels.ops.kernels import linear as kernels
         from moe_kernels.ops.kernels.norm import sum_splits_kernel
 
         tokens = x.shape[0]
-        tile = self.override or tile_of(tokens, self.weight.element_size())
         few = tokens <= FEW
+        tile = self.override or tile_of(tokens, self.weight.element_size(), streams(x.device))
         split = few and self.splits > 1
         size = (self.splits, tokens, self.rows) if split else (tokens, self.rows)
         out = torch.empty(size, dtype=torch.float32 if split else torch.bfloat16, device=x.device)
@@ -97,16 +119,26 @@ class _Linear:
         tma = capability(x.device) >= 90
         blocks, options = ceil_div(self.rows, tile.columns), launch_options(x)
         bias = None if split else self.bias
-        arguments = (x_scale if x_scale is not None else x, self._operand(self.weight, tile.columns, tma),
-                     self.scale if self.scale is not None else x, bias if bias is not None else x, out, tokens)
-        constants = dict(N=self.rows, K=self.columns, SPLITS=self.splits, BT=tile.rows, BN=tile.columns,
-                         FP8=self.scale is not None, HAS_BIAS=bias is not None, TMA=tma, STAGES=tile.stages,
-                         num_warps=tile.warps, num_stages=tile.stages, **options)
-        if few:
-            kernels.linear_few_kernel[(blocks * self.splits * ceil_div(tokens, tile.rows),)](x, *arguments, **constants)
+        weight = self._operand(self.weight, tile.columns, tma, tile.stream)
+        arguments = (x_scale if x_scale is not None else x, weight, self.scale if self.scale is not None else x,
+                     bias if bias is not None else x, out, tokens)
+        constants: dict[str, Any] = dict(
+            N=self.rows, K=self.columns, SPLITS=self.splits, BT=tile.rows, BN=tile.columns, HAS_BIAS=bias is not None,
+            STAGES=tile.stages, num_warps=tile.warps, **options)
+        if few and tile.stream:
+            from moe_kernels.ops.kernels.stream import linear_stream_kernel  # Gluon is imported only where it runs
+
+            part = ceil_div(self.columns // 128, self.splits)
+            linear_stream_kernel[(blocks * self.splits,)](
+                self._operand(x, tile.rows, True, True), *arguments, PART_PAD=next_power_of_2(part), **constants)
         else:
-            kernels.linear_many_kernel[(blocks * ceil_div(tokens, tile.rows),)](
-                self._operand(x, tile.rows, tma), *arguments, GROUP=8, **constants)
+            constants |= {"FP8": self.scale is not None, "TMA": tma, "num_stages": tile.stages}
+            if few:
+                grid = (blocks * self.splits * ceil_div(tokens, tile.rows),)
+                kernels.linear_few_kernel[grid](x, *arguments, **constants)
+            else:
+                kernels.linear_many_kernel[(blocks * ceil_div(tokens, tile.rows),)](
+                    self._operand(x, tile.rows, tma), *arguments, GROUP=8, **constants)
         if not split or keep_split:
             return out
         total = torch.empty(tokens, self.rows, dtype=torch.bfloat16, device=x.device)

@@ -55,6 +55,25 @@ def test_many_rows_use_wgmma_without_spills(tmp_path: Path, kind: str, shape: di
     assert kernel.stack == 0 and kernel.shared <= HOPPER_SHARED
 
 
+@pytest.mark.parametrize(("bt", "stages"), [(16, 8), (128, 4)])
+def test_stream_fetches_weights_before_it_waits(tmp_path: Path, bt: int, stages: int) -> None:
+    """The ring of weight tiles is asked for ahead of griddepcontrol.wait, the activations behind it."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    from moe_kernels.ops.kernels.stream import linear_stream_kernel
+
+    layout = NVMMASharedLayout(128, 8, 2)
+    types = {"x": f"tensordesc<fp8e4nv[{bt}, 128],{layout!r}>", "x_scale": FP32, "bias": BF16, "w_scale": FP32,
+             "w": f"tensordesc<fp8e4nv[64, 128],{layout!r}>", "out": FP32, "tokens": "i32"}
+    kernel = Compiled(linear_stream_kernel, types, {**OUT, "BT": bt, "BN": 64, "STAGES": stages, "PART_PAD": 32,
+                                                    "PDL": True}, 4, tmp_path)
+    before, behind = kernel.ptx.split("griddepcontrol.wait")
+    assert before.count("cp.async.bulk.tensor.2d") == stages and "ld.global" not in before
+    assert behind.count("cp.async.bulk.tensor.2d") == stages + 2  # activations, and both once in the loop
+    assert kernel.count(rf"wgmma\.mma_async\.sync\.aligned\.m64n{bt}k32") == 4
+    assert kernel.stack == 0 and kernel.shared <= HOPPER_SHARED
+
+
 def attention(decode: bool, d: int, bm: int, bn: int, stages: int, warps: int, tmp: Path) -> Compiled:
     from moe_kernels.ops.kernels import attention as kernels
 
@@ -63,10 +82,10 @@ def attention(decode: bool, d: int, bm: int, bn: int, stages: int, warps: int, t
     if decode:
         types = {**shared, "part": FP32, "part_lse": FP32}
         constants = {"HKV": 8, "GROUP": 12, "GROUP_PAD": 16, "D": d, "PAGE": 16, "CHUNK": 256, "MAX_SPLITS": 32,
-                     "BN": bn, "STAGES": stages, "PDL": True}
+                     "BN": bn, "STAGES": stages, "ASM": True, "PDL": True}
         return Compiled(kernels.decode_kernel, types, constants, warps, tmp)
     types = {**shared, "query_start": I32, "out": BF16, "total_rows": "i32", "sequences": "i32"}
-    constants = {"HQ": 96, "HKV": 8, "D": d, "PAGE": 16, "BM": bm, "BN": bn, "STAGES": stages, "PDL": True}
+    constants = {"HQ": 96, "HKV": 8, "D": d, "PAGE": 16, "BM": bm, "BN": bn, "STAGES": stages, "ASM": True, "PDL": True}
     return Compiled(kernels.prefill_kernel, types, constants, warps, tmp)
 
 

@@ -68,8 +68,9 @@ def test_rope(tokens: int, heads: int, kv: int, dim: int, rotary: int, norm: boo
     pools = [torch.zeros(40, 16, kv, dim, device="cuda").bfloat16() for _ in range(4)]
     got = ops.qk_norm_rope_store(qkv, positions, cos, sin, slots, *pools[:2], heads, *weights)
     want = reference.qk_norm_rope_store(qkv, positions, cos, sin, slots, *pools[2:], heads, *weights)
-    assert numerics.relative_l2(got, want) < 1e-3
-    assert numerics.relative_l2(pools[0], pools[2]) < 1e-3 and torch.equal(pools[1], pools[3])
+    limit = 1e-3 if norm else 1e-9  # without the norm's rsqrt every step is one rounded operation
+    assert numerics.relative_l2(got, want) < limit
+    assert numerics.relative_l2(pools[0], pools[2]) < limit and torch.equal(pools[1], pools[3])
 
 
 @pytest.mark.parametrize(("rows", "columns", "bias"), [(1024, 4096, True), (4096, 1408, False), (576, 256, True),

@@ -16,11 +16,20 @@ def split_size(length, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _tile_offsets(table, tokens, end, head, PAGE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr):
-    """int64 offsets of the KV rows `tokens` (those from `end` on are clamped) in a pool [blocks, PAGE, HKV, D]."""
+def _tile_offsets(table, tokens, end, head, PAGE: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr):
+    """int64 offsets of the KV rows `tokens` (those from `end` on are clamped) in a pool [blocks, PAGE, HKV, D].
+
+    With ASM the table is read by inline assembly: the pipeliner would make a stage of its own of a load that feeds
+    addresses, and leave one tile in flight. `end` comes from a load behind the dependency wait, so this does too.
+    """
     kept = tl.minimum(tokens, end - 1)
-    block = tl.load(table + kept // PAGE).to(tl.int64)
-    return ((block * PAGE + kept % PAGE) * HKV + head) * D
+    at = table + kept // PAGE
+    if ASM:
+        block = tl.inline_asm_elementwise("ld.global.b32 $0, [$1];", "=r,l", [at.to(tl.int64)], dtype=tl.int32,
+                                          is_pure=True, pack=1)
+    else:
+        block = tl.load(at)
+    return ((block.to(tl.int64) * PAGE + kept % PAGE) * HKV + head) * D
 
 
 @triton.jit
@@ -45,7 +54,8 @@ def _attend_tile(queries, k, v, scale, mask, most, weight, acc, MASKED: tl.const
 def decode_kernel(
     q, k_pool, v_pool, block_table, seq_lens, part, part_lse, scale, max_blocks,
     HKV: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One split of one KV head's GROUP query heads. Grid: (splits, HKV, B); `scale` is scaling * log2(e).
 
@@ -74,7 +84,7 @@ def decode_kernel(
     acc = tl.zeros([GROUP_PAD, D], dtype=tl.float32)
     for start in tl.range(first, end, BN, num_stages=STAGES):
         tokens = start + tl.arange(0, BN)
-        at = _tile_offsets(table, tokens, end, head, PAGE, HKV, D)[:, None] + dims[None, :]
+        at = _tile_offsets(table, tokens, end, head, PAGE, HKV, D, ASM)[:, None] + dims[None, :]
         k, v = tl.load(k_pool + at), tl.load(v_pool + at)
         seen = (tokens < end)[None, :]
         most, weight, acc = _attend_tile(queries, k, v, scale, seen, most, weight, acc, True)
@@ -108,10 +118,12 @@ def combine_splits_kernel(
     most = tl.where(most == float("-inf"), 0.0, most)
     total = tl.zeros([HB, D], dtype=tl.float32)
     weight = tl.zeros([HB], dtype=tl.float32)
-    for s in range(0, used):
-        share = tl.exp2(tl.load(part_lse + base + s) - most)
+    for s in tl.static_range(SPLITS_PAD):  # all loads at once; an absent split adds zero
+        lse_s = tl.load(part_lse + base + s, mask=s < used, other=float("-inf"))
+        value_s = tl.load(part + (base + s)[:, None] * D + dims[None, :], mask=s < used, other=0.0)
+        share = tl.exp2(lse_s - most)
         weight += share
-        total += share[:, None] * tl.load(part + (base + s)[:, None] * D + dims[None, :])
+        total = tl.fma(tl.broadcast_to(share[:, None], [HB, D]), value_s, total)
     value = (total / tl.where(weight == 0, 1.0, weight)[:, None]).to(DTYPE)
     where = (row.to(tl.int64) * HQ + heads)[:, None] * D + dims[None, :]
     if QUANTISE:
@@ -126,7 +138,7 @@ def combine_splits_kernel(
 def prefill_kernel(
     q, k_pool, v_pool, block_table, query_start, seq_lens, out, scale, max_blocks, total_rows, sequences,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):
     """BM query rows of one head and sequence. Grid: (HQ, ceil(max_query / BM), S + 1); the last plane zeros padding.
 
@@ -162,12 +174,12 @@ def prefill_kernel(
     end = tl.minimum(length - count + (tile + 1) * BM, length)  # tokens that some row of this tile sees
     whole = (length - count + tile * BM + 1) // BN * BN  # tokens in tiles that every row sees wholly
     for start in tl.range(0, whole, BN, num_stages=STAGES):
-        kv = _tile_offsets(table, start + tl.arange(0, BN), end, kv_head, PAGE, HKV, D)[:, None] + dims[None, :]
+        kv = _tile_offsets(table, start + tl.arange(0, BN), end, kv_head, PAGE, HKV, D, ASM)[:, None] + dims[None, :]
         k, v = tl.load(k_pool + kv), tl.load(v_pool + kv)
         most, weight, acc = _attend_tile(queries, k, v, scale, live[:, None], most, weight, acc, False)
     for start in tl.range(whole, end, BN, num_stages=STAGES):
         tokens = start + tl.arange(0, BN)
-        kv = _tile_offsets(table, tokens, end, kv_head, PAGE, HKV, D)[:, None] + dims[None, :]
+        kv = _tile_offsets(table, tokens, end, kv_head, PAGE, HKV, D, ASM)[:, None] + dims[None, :]
         k, v = tl.load(k_pool + kv), tl.load(v_pool + kv)
         seen = tokens[None, :] <= position[:, None]
         most, weight, acc = _attend_tile(queries, k, v, scale, seen, most, weight, acc, True)

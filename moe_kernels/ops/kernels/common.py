@@ -9,10 +9,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def begin(PDL: tl.constexpr):
-    """Wait until the launches before have finished and their writes are seen, then let the next one's blocks in."""
+    """Let the next launch's blocks in (they wait too), then wait until all before has finished and is seen."""
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

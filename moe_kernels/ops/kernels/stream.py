@@ -68,16 +68,16 @@ def linear_stream_kernel(
     total = gl.zeros([BN, BT], gl.float32, mma)
     part = gl.zeros([BN, BT], gl.float32, mma)
     for index in range(count):
-        stage = index % STAGES
-        mbarrier.wait(full.index(stage), (index // STAGES) & 1)
-        part = warpgroup_mma(ring_w.index(stage), ring_x.index(stage).permute((1, 0)), part, use_acc=False,
+        slot = index % STAGES
+        mbarrier.wait(full.index(slot), (index // STAGES) & 1)
+        part = warpgroup_mma(ring_w.index(slot), ring_x.index(slot).permute((1, 0)), part, use_acc=False,
                              is_async=True)
         scale = scales.index(index).load(gl.SliceLayout(0, mma))
         part = warpgroup_mma_wait(0, deps=[part])
         gl.thread_barrier()  # every warp has read the stage
         later = index + STAGES
-        _fetch_weights(w, ring_w, full, stage, row, first + later, BYTES, later < count)
-        tma.async_copy_global_to_shared(x, [0, (first + later) * 128], full.index(stage), ring_x.index(stage),
+        _fetch_weights(w, ring_w, full, slot, row, first + later, BYTES, later < count)
+        tma.async_copy_global_to_shared(x, [0, (first + later) * 128], full.index(slot), ring_x.index(slot),
                                         pred=later < count)
         total += part * scale[None, :]
     columns = row + gl.arange(0, BN, layout=gl.SliceLayout(1, mma))
