@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--phases", default="mini,air,throughput,peer")
     parser.add_argument("--budget", type=float, default=400, help="seconds for everything")
     parser.add_argument("--layers", type=int, help="layers of the large model, for a quick look")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--leave", type=float, default=20, help="seconds the large model leaves for later phases")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     report = Report(args.out, time.time() + args.budget)

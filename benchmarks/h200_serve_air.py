@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from service.bench import local
-from service.bench.rounds import Comparison, compare
+from service.bench.rounds import Comparison, Ratio, Round, compare, make_load, measure, paired_ratio
 from service.config import EngineConfig
 from service.engine.engine import Engine
 from service.gpu import random_model
@@ -101,8 +102,11 @@ def floor_seconds(engine: Engine, size: int, hit: float, context: int, read: flo
     return total / read
 
 
+PLAN = ((1, 1024, 3), (8, 384, 2), (32, 128, 2), (128, 96, 2))  # concurrency, output tokens, pairs of rounds
+
+
 def run(report: Any, args: Any) -> None:
-    """Step times, then 1K prompts at four concurrencies, after and before the change in turns."""
+    """Step times, after and before the change step by step, then whole rounds of 1K prompts at four concurrencies."""
     engine = build(report, args)
     try:
         steps = engine.call(lambda: step_times(engine, SIZES, 1536))
@@ -115,53 +119,74 @@ def run(report: Any, args: Any) -> None:
         report.save()
         torch.cuda.reset_peak_memory_stats()
         pair = local.targets(engine, [AFTER, BEFORE])
-        plan = [(1, 1024, 1), (8, 1024, 1), (32, 1024, 1), (128, 1024, 1)]
-        shares = {1: 0.3, 8: 0.25, 32: 0.2, 128: 0.25}
-        start, budget = time.time(), report.left() - 20
-        ends = 0.0
-        for concurrency, prompt, _ in plan:
-            ends += shares[concurrency]
-            measure(report, engine, pair, steps, concurrency, prompt, start + budget * ends, args.rounds)
-        report.detail["air_memory"]["peak_bytes"] = torch.cuda.max_memory_allocated()
+        report.say("graphs of both variants")
+        ratios = {size: engine.call(lambda n=size: paired_steps(engine, n)) for size in SIZES}
+        for size, ratio in ratios.items():
+            report.say(f"steps of {size}, after / before: {ratio.ratio:.5f} [{ratio.low:.5f}, {ratio.high:.5f}]")
+        report.detail["air_step_ratios"] = {size: ratio.asdict() for size, ratio in ratios.items()}
+        warm = make_load(engine.runner.vocab, 1024, 8, 8, 8, 99)
+        for target in pair:
+            measure(target, warm)
+        for concurrency, output, rounds in PLAN:
+            if report.left() < args.leave:
+                report.say(f"no time for concurrency {concurrency}")
+                continue
+            found = compare(pair, 1024, output, concurrency, concurrency, rounds, warmup=0)
+            note(report, engine, found, steps, ratios[concurrency])
+        report.detail["air_memory"]["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        report.detail["air_memory"]["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
         alike(report, engine)
     finally:
         engine.stop()
 
 
-def measure(report: Any, engine: Engine, pair: list[Any], steps: dict[int, Any], concurrency: int, prompt: int,
-            until: float, rounds: int) -> None:
-    """Paired rounds of one concurrency, as long an output as the time allows (1,024 at most)."""
-    left = until - time.time()
-    step = steps.get(concurrency, {"ms": 30.0})["ms"] * 1e-3
-    prefill = concurrency * prompt / 25_000
-    output = int((left / (2 * rounds + 2) - prefill) / step)
-    output = max(32, min(1024, output // 32 * 32))
-    while rounds > 2 and (prefill + output * step) * (2 * rounds + 1) > left:
-        rounds -= 1
-    found = compare(pair, prompt, output, concurrency, concurrency, rounds, warmup=1 if concurrency < 128 else 0)
-    note(report, engine, found, steps)
+@torch.inference_mode()
+def paired_steps(engine: Engine, size: int, blocks: int = 24) -> Ratio:
+    """Rates of the same decode step after and before the change, replayed A B B A, a pair a block."""
+    runner = engine.runner
+    graphs = [steps._captured[size] for steps in runner._steps]
+    graphs[1].inputs.copy_(graphs[0].inputs)  # as step_times left them
+    rates: list[list[float]] = [[], []]
+    for _ in range(blocks + 2):
+        tokens = torch.randint(0, runner.vocab, (size,), device="cuda")
+        took = [0.0, 0.0]
+        for one in (0, 1, 1, 0):
+            graphs[one].inputs[0].copy_(tokens)
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graphs[one].graph.replay()
+            end.record()
+            end.synchronize()
+            took[one] += start.elapsed_time(end)
+        for series, ms in zip(rates, took, strict=True):
+            series.append(2e3 * size / ms)
+    return paired_ratio(rates[0][2:], rates[1][2:])
 
 
-def note(report: Any, engine: Engine, found: Comparison, steps: dict[int, Any]) -> None:
-    """Rows of a comparison."""
+def note(report: Any, engine: Engine, found: Comparison, steps: dict[int, Any], ratio: Ratio) -> None:
+    """A row per concurrency; its ratio is that of paired steps, the rounds' own ratio is in the detail."""
     c = found.concurrency
-    after = found.rounds[AFTER]
-    middle = found.prompt + found.output // 2
-    hit = steps.get(c, {}).get("experts_hit", float("nan"))
-    floor = c / floor_seconds(engine, c, hit, middle, report.read)
-    rate = sorted(r.tok_s for r in after)[len(after) // 2]
-    decode = sorted(r.decode_tok_s for r in after)[len(after) // 2]
-    ratio = found.decode_ratio
+    after, before = found.rounds[AFTER], found.rounds[BEFORE]
+    hit = steps[c]["experts_hit"]
+    floor = c / floor_seconds(engine, c, hit, found.prompt + found.output // 2, report.read)
+
+    def middle(rounds: list[Round], name: str) -> float:
+        return statistics.median(getattr(r, name) for r in rounds)
+
     report.rows.append({
-        "model": "GLM-4.5-Air shape, random, block FP8", "variant": AFTER, "concurrency": c, "input": found.prompt,
-        "output": found.output, "tok_s": rate, "decode_tok_s": decode, "floor_tok_s": floor, "baseline": BEFORE,
-        "ratio": ratio and ratio.ratio, "ratio_low": ratio and ratio.low, "ratio_high": ratio and ratio.high,
-        "rounds": len(after), "experts_hit": hit,
+        "model": "GLM-4.5-Air shape, random, block FP8 (attention FP8)", "variant": AFTER, "concurrency": c,
+        "input": found.prompt, "output": found.output, "tok_s": middle(after, "decode_tok_s"),
+        "floor_tok_s": floor, "baseline": BEFORE, "ratio": ratio.ratio, "ratio_low": ratio.low,
+        "ratio_high": ratio.high, "measure": "decoding", "baseline_tok_s": middle(before, "decode_tok_s"),
+        "tok_s_with_prefill": middle(after, "tok_s"), "goal_tok_s": GOALS.get(c), "vllm_0_26_tok_s": PEER.get(c),
+        "experts_hit": hit,
     })
     report.detail.setdefault("air_rounds", []).append(found.asdict())
-    spread = f"ratio {ratio.ratio:.4f} [{ratio.low:.4f}, {ratio.high:.4f}]" if ratio else ""
-    report.say(f"concurrency {c}, {found.prompt}/{found.output}: {rate:.1f} tok/s, decoding {decode:.1f} (goal "
-               f"{GOALS.get(c)}, vLLM {PEER.get(c)}, floor {floor:.0f}), itl {after[-1].itl_ms}, ttft "
+    own = found.decode_ratio
+    spread = f"rounds' own ratio {own.ratio:.4f} [{own.low:.4f}, {own.high:.4f}]" if own else ""
+    report.say(f"concurrency {c}, {found.prompt}/{found.output}: decoding {middle(after, 'decode_tok_s'):.1f} tok/s "
+               f"(before {middle(before, 'decode_tok_s'):.1f}, goal {GOALS.get(c)}, vLLM {PEER.get(c)}, floor "
+               f"{floor:.0f}), with prefill {middle(after, 'tok_s'):.1f}, itl {after[-1].itl_ms}, ttft "
                f"{after[-1].ttft_ms}, {spread}, preemptions {engine.stats().preemptions_total}")
     report.save()
 

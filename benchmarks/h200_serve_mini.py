@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import cProfile
+import io
+import pstats
 import statistics
 import tempfile
 import threading
@@ -167,9 +170,11 @@ def throughput(report: Any, args: Any) -> None:
     ask: dict[str, Any] = dict(max_tokens=MAX_NEW_TOKENS, temperature=0.0, stop=STOP)
     sizes = (1, 8, 32, 64, 128, 192, 256)
     engine = engine_of(mini("fp8/triton", "cuda"), tokenizer, max_seqs=256, max_batch_tokens=8192, graph_sizes=sizes,
-                       max_model_len=1024)
+                       max_model_len=1024, admit_interval=0.02)
+    report.detail["mini_steps"] = engine.call(lambda: steps_agree(engine))
+    report.say(report.detail["mini_steps"])
     number = engine.call(lambda: engine.runner.add_variant("fp8/triton:bias=bf16,scales=copied"))
-    answer(engine, prompts[:300], **ask)
+    answer(engine, prompts, **ask)
     runs = []
     for name, variant in (("A", 0), ("A again", 0), ("B", number)):
         engine.call(lambda v=variant: engine.runner.use(v))
@@ -178,7 +183,14 @@ def throughput(report: Any, args: Any) -> None:
         correct = sum(extract(e.text_delta) == r for e, r in zip(events, right, strict=True))
         runs.append({"run": name, "seconds": seconds, "tokens": tokens, "tok_s": tokens / seconds, "correct": correct})
         report.say(runs[-1])
+    watched = cProfile.Profile()
+    engine.call(watched.enable)
+    answer(engine, prompts, **ask)
+    engine.call(watched.disable)
     engine.stop()
+    text = io.StringIO()
+    pstats.Stats(watched, stream=text).sort_stats("tottime").print_stats(24)
+    (report.out / "engine-thread.txt").write_text(text.getvalue())
     report.detail["mini_throughput"] = {"runs": runs, "through": "the engine, without HTTP",
                                         "three_runs_seconds": sum(r["seconds"] for r in runs)}
     report.rows.append(_row("glm4moe-mini embedded", "fp8/triton", 256, runs[1]["tok_s"],
@@ -243,13 +255,24 @@ def over_http(report: Any, args: Any) -> None:
     import sys
 
     began = time.time()
-    out = report.out / "evals-run"
+    out = Path(tempfile.mkdtemp()) / "evals-run"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "evals.cli", "run", "gsm8k-mini", "--model", "mini", "--baseline", "fp8/triton",
                "--candidate", "fp8/triton:bias=bf16,scales=copied", "--out", str(out), "--concurrency", "256"]
     for option in ("--device=cuda", "--max-seqs=256", "--max-model-len=1024", "--graph-sizes=1,8,32,64,128,192,256"):
         command.append(f"--server-arg={option}")
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=max(60, report.left()))
-    report.say(done.stdout[-2500:], done.stderr[-2500:])
-    report.detail["evals_run"] = {"exit": done.returncode, "seconds": time.time() - began, "command": command,
-                                  "tail": done.stdout[-2000:]}
+    marks: dict[str, float] = {}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        tail = []
+        for line in process.stdout or ():
+            tail.append(line)
+            words = line.strip()
+            if "starting the server" in words or words.endswith(("131/1319", "1319/1319")):
+                marks[words[:60]] = time.time() - began
+    seconds = time.time() - began
+    report.say("".join(tail)[-1500:], marks, f"{seconds:.1f} s")
+    report.detail["evals_run"] = {"exit": process.returncode, "seconds": seconds, "marks": marks,
+                                  "command": command[1:], "report": "".join(tail)[-3000:]}
+    for name in ("report.json", "report.md"):
+        if (out / name).is_file():
+            (report.out / f"evals-{name}").write_text((out / name).read_text())

@@ -85,10 +85,19 @@ def parser() -> argparse.ArgumentParser:
                    help="of the attention projections of --load-format random (default: %(default)s)")
     p.add_argument("--num-layers", type=count, help="layers of --load-format random (default: the config's)")
     p.add_argument("--graph-sizes", type=_sizes, help="batch sizes decoding is padded to on a GPU, e.g. 1,8,32,128")
+    p.add_argument("--admit-interval-ms", type=at_least(0), help="admit waiting requests at most so often while others "
+                   "run: one prefill then serves several (default: 0; on a GPU 20)")
     p.add_argument("--no-cuda-graph", action="store_true", help="decode without CUDA graphs (GPU only)")
     p.add_argument("--selftest", action="store_true", help=argparse.SUPPRESS)  # for `evals selftest`
     p.add_argument("--trust-remote-code", action="store_true", help="refused: code in checkpoints is never run")
     return p
+
+
+def _admit_interval(args: argparse.Namespace) -> float:
+    """Seconds: as asked for, else 20 ms on a GPU, where a prefill's many launches cost the host milliseconds."""
+    if args.admit_interval_ms is not None:
+        return float(args.admit_interval_ms) / 1e3
+    return 0.0 if args.device == "cpu" else 0.02
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -142,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 max_logprobs=args.max_logprobs,
                 cuda_graph=not args.no_cuda_graph,
                 graph_sizes=args.graph_sizes,
+                admit_interval=_admit_interval(args),
             ),
         )
         return launch.run(options)

@@ -22,6 +22,7 @@ class EngineConfig:
     `max_logprobs` bounds `logprobs` and `prompt_logprobs`. `cuda_graph` decodes by CUDA graphs where device and kernels
     allow (no effect elsewhere). `forward`: "transformers", "own" (`service.gpu`), or "auto": own on a GPU.
     `graph_sizes` are the batch sizes decoding is padded to there (None: 1, 2, 4, multiples of 8, up to `max_seqs`).
+    `admit_interval`: while others run, waiting requests are admitted at most every so many seconds (0: every step).
     """
 
     max_model_len: int | None = None
@@ -35,12 +36,15 @@ class EngineConfig:
     cuda_graph: bool = True
     forward: str = "auto"
     graph_sizes: tuple[int, ...] | None = None
+    admit_interval: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_block", "kv_blocks", "max_batch_tokens", "max_seqs", "max_waiting"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if not 0 <= self.admit_interval <= 10:
+            raise ConfigError(f"admit_interval must be between 0 and 10 seconds, got {self.admit_interval}")
         if self.max_logprobs < 0:
             raise ConfigError(f"max_logprobs must be at least 0, got {self.max_logprobs}")
         if self.graph_sizes is not None and (not self.graph_sizes or min(self.graph_sizes) < 1

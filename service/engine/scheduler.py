@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # by arrival
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
+        self._admitted = 0.0  # when sequences were last looked at for admission
         self.dirty: list[int] = []  # freed blocks that may hold NaN: the engine wipes them before the next step
 
     def add(self, sequence: Sequence) -> None:
@@ -54,6 +56,12 @@ class Scheduler:
             chunks.append(Chunk(sequence, count))
             budget -= count
             index += 1
+        if chunks and self.config.admit_interval:
+            # A prefill takes about as long for one short prompt as for many: arrivals are collected while others run.
+            now = time.monotonic()
+            if now - self._admitted < self.config.admit_interval:
+                return chunks
+            self._admitted = now
         while self.waiting and budget > 0 and len(self.running) < self.config.max_seqs:
             sequence = self.waiting[0]
             # Admit only what fits whole, plus one block to grow into: half-admitted prompts would evict each other.

@@ -164,3 +164,21 @@ def test_probe_runs(loaded) -> None:
     """The determinism probe works on the overlapped engine."""
     with Running(loaded, **OWN) as engine:
         assert run_probe(engine).repeatable
+
+
+def test_admission_in_groups(loaded) -> None:
+    """With an interval, requests that arrive while others run wait and are prefilled together; answers are the same."""
+    prompts = prompts_of([12] * 6)
+    ask = dict(max_tokens=30, ignore_eos=True, **GREEDY)
+    with Running(loaded, **OWN) as engine:
+        want = [generate(engine, [p], **ask)[0].ids for p in prompts]
+    with Running(loaded, **OWN, admit_interval=0.1) as engine:
+        sizes: list[int] = []
+        pack = engine.runner.pack
+        engine.runner.pack = lambda chunks: (sizes.append(len(chunks)), pack(chunks))[1]
+        first = submit(engine, "first", prompts[0], **{**ask, "max_tokens": 200})
+        while not first.events:
+            pass
+        rest = [submit(engine, f"r{i}", p, **ask) for i, p in enumerate(prompts[1:])]
+        assert [a.wait().ids[:30] for a in [first, *rest]] == want
+    assert len(sizes) == 2 and sizes == [1, 5]
