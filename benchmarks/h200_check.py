@@ -34,8 +34,8 @@ def check(shape: bench.BenchShape, fmt: str, tokens: list[int], seeds: int, dead
     plain = layer if fmt == "fp8" else build("nvfp4/triton", shape, record, bias)
     emulated, oracle = build(f"{fmt}/emulated", shape, record, bias), build(f"{fmt}/reference", shape, record, bias)
     found = []
-    for t in tokens:
-        for seed in range(seeds):
+    for seed in range(seeds):  # outermost: a time limit cuts seeds, not token counts
+        for t in tokens:
             if time.time() > deadline:
                 return found
             hidden, logits = bench.inputs(shape, t, 1, device, seed=100 * t + seed)[0]

@@ -145,6 +145,24 @@ def check(
             torch.cuda.empty_cache()
 
 
+def check_more(plan: str, seeds: int, check_tokens: list[int], out: Path, deadline: float) -> None:
+    """Parity alone, for `format:shape` items, each with an equal share of the time left; writes check-more.json."""
+    found: list[dict] = []
+    items = [item.split(":") for item in plan.split(",")]
+    for index, (fmt, name) in enumerate(items):
+        began = time.time()
+        share = (deadline - began) / (len(items) - index)
+        mine = h200_check.check(bench.SHAPES[name], fmt, check_tokens, seeds, began + share)
+        found += mine
+        print(name, fmt, f"{len(mine)} cases {time.time() - began:.1f} s",
+              *(f"{key} {max((f[key] for f in mine), default=-1):.2e}" for key in
+                ("rel_emulated", "calc_diff", "worst_row", "rel_oracle", "emulated_vs_oracle", "weights_max")),
+              *(f"{key} {all(f[key] for f in mine)}" for key in ("ids_equal", "repeat_equal", "apart_equal", "finite")),
+              flush=True)
+        save(out, "check-more.json", found)
+        torch.cuda.empty_cache()
+
+
 PAIR = ["fp8/triton", "fp8/triton:bias=bf16,scales=copied"]  # after and before SGLang #28555
 OTHER_TOKENS = [1, 8, 32, 128, 4096]
 
@@ -163,8 +181,15 @@ def main() -> None:
     parser.add_argument("--check-tokens", default="1,2,3,7,8,31,64,1024")
     parser.add_argument("--special", action="store_true", help="the warp-specialised kernel passed --phases special")
     parser.add_argument("--seeds", type=int, default=1, help="of glm-4.5-air and mini in FP8; a quarter elsewhere")
+    parser.add_argument("--plan", help="phase `more`: parity of format:shape items with --seeds seeds each")
     args = parser.parse_args()
     start = time.time()
+    if args.phases == "more":
+        args.out.mkdir(parents=True, exist_ok=True)
+        tokens = [int(t) for t in args.check_tokens.split(",")]
+        items = [item.split(":") for item in args.plan.split(",")]
+        h200_tune.precompile([t for f, n in items for t in h200_tune.forward_tasks(bench.SHAPES[n], f, tokens, False)])
+        return check_more(args.plan, args.seeds, tokens, args.out, start + args.budget)
     if args.phases == "sanitize":
         return sanitize()
     if args.phases == "profile":

@@ -299,7 +299,7 @@ def main() -> None:
     if tasks:
         precompile(tasks)
     READ = bench.measure_ceilings(torch.device("cuda")).read
-    print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, f"read {READ / 1e12:.2f} TB/s", flush=True)
+    print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, f"{READ / 1e12:.2f} TB/s", flush=True)
     saved = attention.CHUNK, attention.DECODE, attention.PREFILL
     for name in wanted:
         try:

@@ -6,6 +6,7 @@ every kernel sums a part's blocks, and then the parts, in the same order (`kerne
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,8 @@ def tile_of(tokens: int, element_size: int, stream: bool = False) -> Tile:
 
 
 def streams(device: torch.device) -> bool:
-    """The Gluon kernel needs Hopper and the Triton it was tested with (`triton_fp8.gluon_tested`)."""
-    if not 90 <= capability(device) < 100:
+    """The Gluon kernel needs Hopper and the Triton it was tested with; MOE_PARITY_STREAM=0 turns it off (same bits)."""
+    if not 90 <= capability(device) < 100 or os.environ.get("MOE_PARITY_STREAM") == "0":
         return False
     import triton
 
