@@ -117,6 +117,8 @@ def run(report: Any, args: Any) -> None:
                        f"experts a layer, {size / one['ms'] * 1e3:.0f} tok/s at 1,536 tokens")
         report.detail["air_steps_1536"] = steps
         report.save()
+        report.detail["air_parts_against_reference"] = engine.call(lambda: layers_agree(engine))
+        report.say(report.detail["air_parts_against_reference"])
         torch.cuda.reset_peak_memory_stats()
         pair = local.targets(engine, [AFTER, BEFORE])
         report.say("graphs of both variants")
@@ -263,3 +265,38 @@ def look(report: Any, args: Any) -> None:
                 report.say(f"prefill of {concurrency} x 1,024: ttft {r.ttft_ms}")
     finally:
         engine.stop()
+
+
+@torch.inference_mode()
+def layers_agree(engine: Engine, layers: int = 3) -> dict[str, float]:
+    """Relative difference of each part's output, kernels against `ops.reference` on the same GPU tensors, 8 rows.
+
+    Only the first layers: behind them random weights and routing have amplified rounding.
+    """
+    from moe_kernels.ops import attention, elementwise, linear, reference
+    from service.gpu.forward import DecodeRows
+
+    runner = engine.runner
+    inputs = runner._steps[0]._captured[8].inputs  # as step_times left them
+    ids, positions, slots, row = torch.stack([inputs[0].clamp(min=0), *inputs[1:]])
+    rows = DecodeRows(runner.rows.table.index_select(0, row), (positions + 1).int())
+    seen: list[dict[str, torch.Tensor]] = []
+    modules = (attention, elementwise, linear)
+    kept = [module.kernels_run for module in modules]
+    try:
+        for use in (True, False):
+            found: dict[str, torch.Tensor] = {}
+            seen.append(found)
+
+            def watch(name: str, output: torch.Tensor, found: dict[str, torch.Tensor] = found) -> None:
+                key = name if name not in found else f"{name}.routed"
+                found[key] = reference.summed(output, torch.bfloat16).float()
+
+            for module, real in zip(modules, kept, strict=True):
+                module.kernels_run = real if use else (lambda x: False)
+            runner.forward(ids, positions, slots, rows, watch)
+    finally:
+        for module, real in zip(modules, kept, strict=True):
+            module.kernels_run = real
+    wanted = [n for n in seen[0] if "layers" not in n or int(n.split(".")[2]) < layers]
+    return {n: float((seen[0][n] - seen[1][n]).norm() / seen[1][n].norm()) for n in wanted}
