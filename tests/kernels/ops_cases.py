@@ -158,6 +158,7 @@ CASES = {
     "linear_fp8_T1": lambda: linear_case(1, 256, 1408, "fp8", False),
     "linear_fp8_T7_bias": lambda: linear_case(7, 192, 256, "fp8", True),
     "linear_fp8_T19_bias_split": lambda: linear_case(19, 128, 1280, "fp8", True),
+    "linear_fp8_T2_empty_part": lambda: linear_case(2, 64, 5248, "fp8", False),
     "linear_bf16_T3": lambda: linear_case(3, 200, 1408, "bf16", False),
     "linear_bf16_T17_bias": lambda: linear_case(17, 64, 256, "bf16", True),
     "router_T1": lambda: router_case(1, 640, 7),

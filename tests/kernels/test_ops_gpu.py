@@ -74,7 +74,7 @@ def test_rope(tokens: int, heads: int, kv: int, dim: int, rotary: int, norm: boo
 
 
 @pytest.mark.parametrize(("rows", "columns", "bias"), [(1024, 4096, True), (4096, 1408, False), (576, 256, True),
-                                                       (4096, 12288, False)])
+                                                       (4096, 12288, False), (64, 5248, False)])
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
 def test_linear(rows: int, columns: int, bias: bool, kind: str) -> None:
     """Parity for every row count, the same bits for a row alone and among others, a second time and in a graph."""

@@ -50,8 +50,9 @@ def linear_few_kernel(
     if FP8:
         ws = w_scale + ((block * BN) // 128) * KB
         # Scales are loaded one step ahead: they are too small for the asynchronous pipeline.
-        s_x = tl.load(x_scale + first.to(tl.int64) * tokens + kept)
-        s_w = tl.load(ws + first)
+        start = tl.minimum(first, KB - 1)  # the last parts may be empty
+        s_x = tl.load(x_scale + start.to(tl.int64) * tokens + kept)
+        s_w = tl.load(ws + start)
         for kb in tl.range(first, last, num_stages=STAGES):
             x_tile = tl.load(x_row + kb * 128)
             w_tile = _weight_tile(w, block * BN, kb * 128, N, K, BN, TMA)
