@@ -45,6 +45,7 @@ RULES = (
     Rule(r"run\.sh$", "slow", "the plain CI script, 12 items", codes=(0, 1, 3, 5)),
     Rule(r"^make docs", "slow", "builds the site"),
     Rule(r"^evals selftest", "parse", "minutes of faults: tests/evals/test_selftest.py and `make test-slow` run it"),
+    Rule(r"^service plan ", "run", "a second: reads a config"),
     Rule(r"^service ", "parse", "serves until stopped: tests/service start it with the same options"),
     Rule(r"^(evals|moe-kernels) ", "parse", "needs a checkpoint, a GPU or servers that are not here"),
     Rule(r"^make ", "parse", "sets up an environment of its own, as .ci/run does: the target exists"),
@@ -75,7 +76,8 @@ def of(how: str) -> list[object]:
 def execute(command: Command, folder: Path, more: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """Run it in `folder` with the repository's packages, docs' placeholders replaced by what is here."""
     words = [w.replace("docker/variants", str(ROOT / "docker" / "variants")).replace(
-        ".github/actions", str(ROOT / ".github" / "actions")) for w in command.words]
+        ".github/actions", str(ROOT / ".github" / "actions")).replace(
+        "benchmarks/configs", str(ROOT / "benchmarks" / "configs")) for w in command.words]
     bin_dir = Path(sys.executable).parent
     env = os.environ | command.env | {"PATH": f"{bin_dir}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = str(ROOT)
@@ -106,8 +108,12 @@ def test_parse(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         build_parser(words[1]).parse_args(words[1:])
     elif words[0] == "service":
         from service.__main__ import parser
+        from service.bench.cli import parser as bench
 
-        parser().parse_args(words[1:])
+        if words[1] == "bench":
+            bench().parse_args(words[2:])
+        else:
+            parser().parse_args(words[1:])
     elif words[0] == "moe-kernels":
         from moe_kernels.cli import build_parser as kernels
 
