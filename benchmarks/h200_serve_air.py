@@ -102,7 +102,7 @@ def floor_seconds(engine: Engine, size: int, hit: float, context: int, read: flo
     return total / read
 
 
-PLAN = ((1, 1024, 3), (8, 384, 2), (32, 128, 2), (128, 96, 2))  # concurrency, output tokens, pairs of rounds
+PLAN = ((1, 1024, 2), (8, 256, 2), (32, 128, 2), (128, 64, 2))  # concurrency, output tokens, pairs of rounds
 
 
 def run(report: Any, args: Any) -> None:

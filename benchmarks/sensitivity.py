@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import shutil
 import sys
@@ -31,6 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "sensitivity.jsonl"
 TABLE = ROOT / "docs" / "sensitivity.md"
 BASELINE = "BF16"
 OFFSET = 6.94
+THREADS = torch.get_num_threads()
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def generate(loaded: Any, tokenizer: Any, prompts: list[str], max_tokens: int = 
 
     engine = Engine(loaded, tokenizer, EngineConfig(max_model_len=1024, kv_blocks=2048))
     engine.start()
+    engine.call(lambda: torch.set_num_threads(THREADS))
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=("\n\nQuestion:",))
     done = threading.Semaphore(0)
     texts: dict[str, str] = {}
@@ -163,6 +166,7 @@ def run_row(row: Row, model: Path, rows: list[dict[str, Any]], work: Path, base:
     from service.tokenizer import Tokenizer
 
     attention.register()
+    torch.set_num_threads(1)  # only the engine's thread gets an OpenMP team, see service/api/launch.py
     path = model
     if row.bf16_weights:
         path = bf16_copy(model, work / "bf16")
@@ -244,9 +248,10 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=300)
     parser.add_argument("--forced", type=int, default=60)
     parser.add_argument("--rows", nargs="*", help="only rows whose name contains one of these")
+    parser.add_argument("--model", default="mini", help="another export of the recipe; prints only, no table")
     options = parser.parse_args()
-    model = resolve("mini")
-    sha = json.loads((model / "MANIFEST.json").read_text())["files"]["model.safetensors"]["sha256"]
+    model = resolve(options.model)
+    sha = hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest()
     rows = load()[: options.items]
     known: dict[str, dict[str, Any]] = {}
     if RESULTS.exists():
@@ -264,10 +269,13 @@ def main() -> None:
             base = base or made
             known[row.name] = record | {"weights": sha}
             print(json.dumps(record), flush=True)
+            if options.model != "mini":
+                continue
             RESULTS.parent.mkdir(exist_ok=True)
             with RESULTS.open("a") as out:
                 out.write(json.dumps(known[row.name]) + "\n")
-    write_table([known[r.name] for r in ROWS if r.name in known], sha)
+    if options.model == "mini":
+        write_table([known[r.name] for r in ROWS if r.name in known], sha)
 
 
 if __name__ == "__main__":
