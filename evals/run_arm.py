@@ -105,8 +105,8 @@ def server_for(run: Run, arm: ArmSpec) -> Iterator[Live]:
         else:
             base = arm.url
         start = run.endpoint(base)
-        if engine is not None:
-            attested = engine.attestation(start)
+        attested = None if engine is None else engine.attestation(start)
+        if attested is not None:
             run.folder.arm(arm.name)["attestation"] = attested.as_dict()
             run.folder.save()
             engines.refuse(arm.name, attested)
@@ -115,7 +115,7 @@ def server_for(run: Run, arm: ArmSpec) -> Iterator[Live]:
         endpoint = preflight.with_model(start, info)
         found = preflight.check(endpoint, run.protocol, run.asks, info)
         who = identity(arm.label, info.fingerprint, info.observed)
-        if arm.engine is not None:
+        if arm.engine is not None and attested is not None:
             who |= engines.identity(arm.engine, attested)
         live = Live(arm, endpoint, who, dead, engine)
         entry = run.folder.arm(arm.name)
@@ -156,8 +156,9 @@ def finish(run: Run, live: Live) -> None:
         try:
             info = preflight.inspect(run.endpoint(live.endpoint.base))
             after, observed = info.fingerprint, info.observed
-            if live.engine is not None:  # a fallback may show only while answering
-                entry["attestation_after"] = live.engine.attestation(live.endpoint).as_dict()
+            again = None if live.engine is None else live.engine.attestation(live.endpoint)
+            if again is not None:  # a fallback may show only while answering
+                entry["attestation_after"] = again.as_dict()
         except ServerError as error:
             reason = str(error)
     if reason is not None:

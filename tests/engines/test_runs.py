@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.engines.conftest import FAKE, Write
+from tests.evals.conftest import serve as serve
 
 Evaluate = Callable[..., int]
 
@@ -229,3 +230,19 @@ def test_layers_refuse_files_with_the_remedy(variant: Write, capsys: pytest.Capt
     path = str(variant("sglang"))
     assert main(["run", "logprobs", "--baseline-file", path, "--candidate-file", path]) == 2
     assert "start the server and give its URL" in capsys.readouterr().err
+
+
+def test_our_own_service_is_attested_by_its_fingerprint(
+    serve: Callable[..., tuple[Any, str]], evaluate: Evaluate, tmp_path: Path
+) -> None:
+    paths = []
+    for name, kernel, runs in (("a", "fp8/a", "fp8/a"), ("b", "fp8/b", "fp8/b"), ("c", "fp8/b", "fp8/other")):
+        _, url = serve(variant=runs)
+        data = {"name": name, "engine": "service", "kernel": kernel, "url": url}
+        paths.append(tmp_path / f"{name}.yaml")
+        paths[-1].write_text(yaml.safe_dump(data))
+    assert evaluate(paths[0], paths[1], "--require-attestation") == 0
+    assert set(report(tmp_path / "run")["integrity"]["attestation"].values()) == {"attested"}
+    assert evaluate(paths[0], paths[2], out=tmp_path / "other") == 4
+    findings = report(tmp_path / "other")["integrity"]["findings"]
+    assert any("was to run fp8/b, its server says fp8/other" in f["message"] for f in findings)
