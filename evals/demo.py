@@ -8,13 +8,15 @@ from pathlib import Path
 
 BEFORE = "fp8/emulated:bias=bf16,scales=copied"
 AFTER = "fp8/emulated"
+ITEMS = {"mini": 300}  # about a minute of generation on two cores; other models take 200
+ROUTING_ITEMS = 24
 WHY = f"""\
 Compared: {BEFORE}   (the path before SGLang #28555)
 against:  {AFTER}                             (the path after it)
 
 The change removed a cast of the router's correction bias to BF16 and a copy of the activation scales.
 GLM-5.2's bias lies near 7, where BF16 steps by 1/32, so the cast chose other experts for most tokens;
-accuracy alone could not see it. Watch what each layer below says.
+accuracy alone could not see it. First the experts both paths choose on the same texts, then accuracy, item by item.
 """
 
 
@@ -30,9 +32,14 @@ def arguments(model: str, data: str | None, limit: int | None) -> list[str]:
         extra = ["--data", str(source)]
         # One file of items holds no training split to take shots from; a folder with train.jsonl does.
         extra += ["--shots", "5" if source.is_dir() else "0"]
-        limit = limit or 200
-    command = ["run", task, "--model", model, "--baseline", BEFORE, "--candidate", AFTER, *extra]
-    return command + (["--limit", str(limit)] if limit else [])
+    limit = limit or ITEMS.get(model, 200)
+    return ["run", task, "--model", model, "--baseline", BEFORE, "--candidate", AFTER, *extra, "--limit", str(limit)]
+
+
+def routing_arguments(command: list[str]) -> list[str]:
+    """The `evals run routing` command line for the same pair and items: a few gold solutions, no generation."""
+    task, rest = command[1], command[2:-1]
+    return ["run", "routing", "--items", task, *rest, str(ROUTING_ITEMS)]
 
 
 def main() -> int:
@@ -44,10 +51,15 @@ def main() -> int:
     options = parser.parse_args()
     command = arguments(options.model, options.data, options.limit)
     print(WHY)
-    print("$ evals " + " ".join(command) + "\n", flush=True)
     from evals.cli import main as evals_main
 
-    return evals_main(command)
+    for step in (routing_arguments(command), command):
+        print("$ evals " + " ".join(step) + "\n", flush=True)
+        code = evals_main(step)
+        print(flush=True)
+        if code not in (0, 1, 3, 5):  # could not be compared: the message is on the screen
+            return code
+    return code
 
 
 if __name__ == "__main__":
