@@ -218,7 +218,9 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     tokens, experts = x.shape[0], weight.shape[0]
     out = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     if tokens:
-        rows = 1 if tokens == 1 else min(16, next_power_of_2(ceil_div(tokens, 8)))
-        router_kernel[(ceil_div(experts, 2) * ceil_div(tokens, rows),)](
-            x, weight, out, tokens, experts, H=x.shape[1], BT=rows, BE=2, BK=512, num_warps=4, **launch_options(x))
+        # Tokens and experts a program, warps: every choice lays a row's 512 columns over four warps alike.
+        rows, columns, warps = (1, 2, 4) if tokens <= 8 else (8, 4, 4) if tokens <= 64 else (8, 8, 8)
+        router_kernel[(ceil_div(experts, columns) * ceil_div(tokens, rows),)](
+            x, weight, out, tokens, experts, H=x.shape[1], BT=rows, BE=columns, BK=512, num_warps=warps,
+            **launch_options(x))
     return out

@@ -124,5 +124,5 @@ def test_elementwise_kernels_keep_rows_in_registers(tmp_path: Path) -> None:
         "HQ": 96, "HKV": 8, "D": 128, "HALF": 32, "HB": 4, "SPLITS": 0, "NORM": True, "PDL": True}, 2, tmp_path)
     assert rope.stack == 0
     router = Compiled(router_kernel, {"x": BF16, "w": FP32, "out": FP32, "tokens": "i32", "E": "i32"},
-                      {"H": 4096, "BT": 16, "BE": 2, "BK": 512, "PDL": True}, 4, tmp_path)
+                      {"H": 4096, "BT": 8, "BE": 8, "BK": 512, "PDL": True}, 8, tmp_path)
     assert router.stack == 0 and router.count(r"\btf32\b") == 0 and router.count(r"fma\.rn\.f32") >= 128
