@@ -186,7 +186,7 @@ def test_chat_with_reasoning(serve: Serve, gold: dict[str, str]) -> None:
     assert found["i0"].logprobs and len(found["i0"].logprobs) == len(found["i0"].tokens or [])
 
 
-def test_ten_thousand_items_in_bounded_memory_and_width(serve: Serve, gold: dict[str, str]) -> None:
+def test_t29_ten_thousand_items_in_bounded_memory_and_width(serve: Serve, gold: dict[str, str]) -> None:
     """T29: the client's own memory does not grow with the number of items (answers here are not kept)."""
     mock, url = serve(keep_bodies=False)
     question = next(iter(gold))

@@ -83,7 +83,7 @@ def test_llama_cpp_server(
     assert judged.comparisons[0].outcomes.counts.n == 8
 
 
-def test_ten_thousand_items_through_the_whole_run(
+def test_t29_ten_thousand_items_through_the_whole_run(
     serve: Callable[..., Any], options: Callable[..., RunOptions], tmp_path: Path
 ) -> None:
     """T29 on the whole road: rendering, journal, scoring and report of 10,000 items."""

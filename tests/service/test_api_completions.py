@@ -264,7 +264,7 @@ def test_wrong_values_are_400_naming_the_field(server: FakeServer, body: dict[st
     assert error["type"] == "invalid_request_error" and not server.engine.submitted
 
 
-def test_messages_in_prompt_name_the_chat_model(server: FakeServer) -> None:
+def test_t40_messages_in_prompt_name_the_chat_model(server: FakeServer) -> None:
     error = refusal(ask(server, prompt=[{"role": "user", "content": "hi"}]))
     assert "--model local-chat-completions" in error["message"] and error["param"] == "prompt"
 
