@@ -214,8 +214,8 @@ def check(bench: Bench, model: str, loaded: hf.LoadedModel, source: Checkpoint) 
         for e in range(record.num_experts):
             for which in ("w13", "w2"):
                 weights[index, which, e] = read = decoded(record, which, e)
-                original_values = getattr(original, which)[e].double().numpy()
-                for ours, theirs in zip(np.split(read, 2), np.split(original_values, 2), strict=True):  # gate and up apart
+                was = getattr(original, which)[e].double().numpy()
+                for ours, theirs in zip(np.split(read, 2), np.split(was, 2), strict=True):  # gate and up apart
                     worst = max(worst, float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)))
     # quantised twice: the errors add as independent ones do
     bound = READ[loaded.format] if loaded.format == source.format else math.hypot(
