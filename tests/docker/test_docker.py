@@ -220,7 +220,8 @@ def test_evals_starts_and_removes_containers_itself(
     for name, kernel in (("a", "fp8/emulated:bias=bf16"), ("b", "fp8/emulated")):
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({
             "name": name, "engine": "service", "kernel": kernel, "model": "mini", "image": image,
-            "docker_args": ["--read-only", "--tmpfs", "/tmp"], "ready": {"timeout": 300},
+            "docker_args": ["--read-only", "--tmpfs", "/tmp"], "env": {"OMP_NUM_THREADS": "1"},
+            "ready": {"timeout": 300},
         }))
     code = main(["run", "gsm8k-mini", "--baseline-file", str(tmp_path / "a.yaml"), "--candidate-file",
                  str(tmp_path / "b.yaml"), "--out", str(tmp_path / "run"), *FEW.split()])
