@@ -51,14 +51,19 @@ def tile_of(tokens: int, element_size: int, stream: bool = False) -> Tile:
     if tokens > FEW:
         return Tile(64, 128, 4, 4) if element_size == 1 else Tile(128, 128, 8, 3)
     rows = max(16, next_power_of_2(tokens))
-    if element_size == 1:
+    if element_size == 1 and stream:
         return Tile(rows, 64, 4, {16: 8, 32: 6, 64: 5, 128: 4}[rows], stream)
+    if element_size == 1:  # by `benchmarks/h200_ops.py`
+        return Tile(rows, 128, 8, 6) if rows == 16 and tokens == 1 else Tile(rows, 128 if rows <= 32 else 64, 4, 4)
     return Tile(rows, 128, 4, 4 if rows <= 32 else 3)
 
 
 def streams(device: torch.device) -> bool:
-    """The Gluon kernel needs Hopper and the Triton it was tested with; MOE_PARITY_STREAM=0 turns it off (same bits)."""
-    if not 90 <= capability(device) < 100 or os.environ.get("MOE_PARITY_STREAM") == "0":
+    """The Gluon kernel (Hopper, the Triton it was written for), where MOE_PARITY_STREAM=1 asks for it; the same bits.
+
+    Not the default: it is compiled and checked for its instructions, but has not run on a GPU yet.
+    """
+    if not 90 <= capability(device) < 100 or os.environ.get("MOE_PARITY_STREAM") != "1":
         return False
     import triton
 

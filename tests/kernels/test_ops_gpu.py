@@ -76,8 +76,12 @@ def test_rope(tokens: int, heads: int, kv: int, dim: int, rotary: int, norm: boo
 @pytest.mark.parametrize(("rows", "columns", "bias"), [(1024, 4096, True), (4096, 1408, False), (576, 256, True),
                                                        (4096, 12288, False), (64, 5248, False)])
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
-def test_linear(rows: int, columns: int, bias: bool, kind: str) -> None:
-    """Parity for every row count, the same bits for a row alone and among others, a second time and in a graph."""
+@pytest.mark.parametrize("stream", ["0", "1"])
+def test_linear(rows: int, columns: int, bias: bool, kind: str, stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parity for every row count, the same bits for a row alone and among others, in a graph, by either kernel."""
+    if kind == "bf16" and stream == "1":
+        pytest.skip("the stream kernel is FP8's")
+    monkeypatch.setenv("MOE_PARITY_STREAM", stream)
     layer: ops.Fp8Linear | ops.Bf16Linear
     x = rand(max(ODD), columns).bfloat16()
     if kind == "fp8":
