@@ -92,7 +92,7 @@ def attention(decode: bool, d: int, bm: int, bn: int, stages: int, warps: int, t
 @pytest.mark.parametrize("d", [128, 64])
 def test_decode_copies_pages_asynchronously(tmp_path: Path, d: int) -> None:
     """The 16-row form of the tensor core; pages come by cp.async, 16 bytes a thread."""
-    kernel = attention(True, d, 0, 64, 3, 4, tmp_path)
+    kernel = attention(True, d, 0, 128, 2, 4, tmp_path)
     assert kernel.count(r"mma\.sync\.aligned\.m16n8k16") > 0
     assert kernel.count(r"cp\.async\.cg\.shared\.global") > 0
     assert kernel.stack == 0 and kernel.shared <= HOPPER_SHARED
