@@ -153,6 +153,7 @@ def up(url: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_before_and_after_hand_over_as_the_containers_do(
     place: Callable[..., dict[str, str]], tmp_path: Path
 ) -> None:
