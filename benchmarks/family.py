@@ -25,6 +25,7 @@ RESULT = ROOT / "benchmarks" / "results" / "family.json"
 DOC = ROOT / "docs" / "family.md"
 BEGIN, END = "<!-- matrix: written by benchmarks/family.py -->", "<!-- end of the matrix -->"
 
+from moe_kernels import registry  # noqa: E402
 from tests.matrix import LAYOUTS, REFUSED_MODELS, Bench, Cell, cells, evaluate, needs_gpu  # noqa: E402
 
 PUBLISHED = {
@@ -108,22 +109,22 @@ def main() -> int:
     """Run, write both files, print a summary; exit code 1 if a cell ran and was wrong."""
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     p.add_argument("--gpu", action="store_true", help="run only cells that need a GPU, on this machine's")
+    p.add_argument("--models", nargs="*", help="run only these model types; others keep their rows (default: all)")
     p.add_argument("--out", type=Path, default=RESULT, help="result file (default: %(default)s)")
     p.add_argument("--table-only", action="store_true", help="write docs/family.md from the result file")
     args = p.parse_args()
     old = [Cell(**c) for c in json.loads(args.out.read_text())] if args.out.exists() else []
     began = time.monotonic()
+    chosen = [name for name in cells() if not args.models or name[0] in args.models]
     if args.table_only:
-        found = old
+        found = merged(old, [])
     elif args.gpu:
-        from moe_kernels import registry
-
         sm = _sm()
-        new = [name for name in cells() if needs_gpu(registry.info(name[2])) and _fits(registry.info(name[2]), sm)]
+        new = [name for name in chosen if needs_gpu(registry.info(name[2])) and _fits(registry.info(name[2]), sm)]
         found = merged(old, run(new, "cuda"))
     else:
-        done_on_gpu = [c for c in old if "on a GPU" in c.reason]
-        found = merged(run(cells(), "cpu"), done_on_gpu)
+        done_on_gpu = [c for c in old if c.status == "works" and needs_gpu(registry.info(c.variant))]
+        found = merged([*old, *run(chosen, "cpu")], done_on_gpu)
     args.out.write_text(json.dumps([asdict(c) for c in found], indent=0) + "\n")
     if args.out == RESULT:
         before, _, rest = DOC.read_text().partition(BEGIN)

@@ -22,6 +22,7 @@ from service.gpu import memory
 from service.latent import EXPANDED_ELEMENTS
 
 GIB = 2**30
+CONTEXT_BYTES = GIB  # CUDA context and loaded kernels: 0.7 and 1.0 GB in two starts of GLM-4.5-Air's shape on an H200
 FORMATS: tuple[WeightFormat, ...] = get_args(WeightFormat)
 
 
@@ -105,7 +106,8 @@ def make(config: Config, asked: Request) -> Plan:
     limit = int(config.get("max_position_embeddings") or 0) or 8192
     length = min(asked.max_model_len or limit, limit)
     gpu = int(asked.gpu_memory_gib * GIB)
-    reserved = int(memory.KEEP_FRACTION * gpu) + memory.GRAPH_BYTES + _activations(architecture, config, asked, length)
+    kept = int(memory.KEEP_FRACTION * gpu) + memory.GRAPH_BYTES + CONTEXT_BYTES
+    reserved = kept + _activations(architecture, config, asked, length)
     room = gpu - reserved - per_gpu
     block = kv_gpu * asked.kv_block
     blocks = max(0, room // block)

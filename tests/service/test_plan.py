@@ -78,13 +78,29 @@ def test_air_by_hand() -> None:
         "head": 2 * 151552 * 4096,
     }
     assert plan.weights_bytes == sum(plan.weights.values()) == plan.weights_bytes_per_gpu
-    # 151,397,597,184 bytes of an H200 (141 GiB), 3 % and 1 GiB kept, and what a step holds:
+    # 151,397,597,184 bytes of an H200 (141 GiB), 3 % and 2 GiB kept, and what a step holds:
     # 512 tokens * 8 experts * (2 * 4096 + 3 * 1408), 512 rows * (4 * 14336 + 8 * 4096 + 6 * 10944), logits of 64
     step = 512 * 8 * (8192 + 4224) + 512 * (4 * 14336 + 32768 + 65664) + 12 * 64 * 151552
-    assert plan.reserved_bytes == int(0.03 * 141 * GIB) + GIB + step
+    assert plan.reserved_bytes == int(0.03 * 141 * GIB) + 2 * GIB + step
     assert plan.kv_blocks == (141 * GIB - plan.reserved_bytes - plan.weights_bytes) // (16 * 188416)
     assert plan.tokens == 16 * plan.kv_blocks and plan.fits
     assert plan.sequences == plan.kv_blocks // (131072 // 16) and plan.sequences_of_8192 == plan.kv_blocks // 512
+
+
+def test_air_as_measured_on_an_h200() -> None:
+    """benchmarks/results/h200-serve.detail.json: random weights of the shape, all linears but the head block FP8."""
+    measured = [call["air_memory"] for call in json.loads(
+        (CONFIGS.parent / "results" / "h200-serve.detail.json").read_text())["calls"] if "air_memory" in call]
+    assert measured
+    for m in measured:
+        asked = Request("fp8", "linears", gpu_memory_gib=m["card"] / GIB, max_model_len=2304, max_seqs=128,
+                        max_batch_tokens=8192)
+        plan = make(config("glm-4.5-air"), asked)
+        assert plan.kv_bytes_per_token == m["kv_bytes_per_token"]
+        assert plan.weights_bytes == pytest.approx(m["weights_bytes"], rel=1e-3)
+        assert plan.weights["attention"] == m["weights"]["attention"]
+        assert plan.weights["experts"] == pytest.approx(m["weights"]["experts"], rel=1e-6)
+        assert plan.tokens == pytest.approx(m["kv_tokens"], rel=0.02)
 
 
 @pytest.mark.parametrize(
