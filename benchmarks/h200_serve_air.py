@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from service.bench.rounds import Comparison, Ratio, Round, compare, make_load, m
 from service.config import EngineConfig
 from service.engine.engine import Engine
 from service.gpu import random_model
+from service.gpu.graphs import DecodeSteps
 
 CONFIG = Path(__file__).resolve().parent / "configs" / "glm-4.5-air-random.json"
 AFTER, BEFORE = "fp8/triton", "fp8/triton:bias=bf16,scales=copied"
@@ -117,6 +119,11 @@ def run(report: Any, args: Any) -> None:
                        f"experts a layer, {size / one['ms'] * 1e3:.0f} tok/s at 1,536 tokens")
         report.detail["air_steps_1536"] = steps
         report.save()
+        if os.environ.get("MOE_PARITY_STREAM") == "1":
+            os.environ["MOE_PARITY_STREAM"] = "0"
+            report.detail["air_steps_without_stream"] = engine.call(lambda: other_steps(engine, (1, 8)))
+            os.environ["MOE_PARITY_STREAM"] = "1"
+            report.say("without the stream kernel", report.detail["air_steps_without_stream"])
         report.detail["air_parts_against_reference"] = engine.call(lambda: layers_agree(engine))
         report.say(report.detail["air_parts_against_reference"])
         torch.cuda.reset_peak_memory_stats()
@@ -140,6 +147,16 @@ def run(report: Any, args: Any) -> None:
         alike(report, engine)
     finally:
         engine.stop()
+
+
+def other_steps(engine: Engine, sizes: tuple[int, ...]) -> dict[int, dict[str, float]]:
+    """Step times of graphs captured anew, under whatever was switched."""
+    runner = engine.runner
+    kept, runner._steps[0] = runner._steps[0], DecodeSteps(runner.forward, runner.rows, list(sizes), graphs=True)
+    try:
+        return step_times(engine, sizes, 1536)
+    finally:
+        runner._steps[0] = kept
 
 
 @torch.inference_mode()
@@ -240,8 +257,6 @@ def kernels_of(engine: Engine, size: int) -> dict[str, tuple[int, float]]:
 
 def look(report: Any, args: Any) -> None:
     """Step times with the shared experts beside the routed ones and behind them, and the time of a prefill."""
-    from service.gpu.graphs import DecodeSteps
-
     engine = build(report, args)
     runner = engine.runner
     try:
@@ -249,11 +264,10 @@ def look(report: Any, args: Any) -> None:
 
         def without_side() -> dict[int, dict[str, float]]:
             side, runner.forward.side = runner.forward.side, None
-            kept, runner._steps[0] = runner._steps[0], DecodeSteps(runner.forward, runner.rows, [1, 8], graphs=True)
             try:
-                return step_times(engine, (1, 8), 1536)
+                return other_steps(engine, (1, 8))
             finally:
-                runner.forward.side, runner._steps[0] = side, kept
+                runner.forward.side = side
 
         second = engine.call(without_side)
         report.say("beside", first, "behind", second)
