@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -77,7 +78,8 @@ def tables(found: Sequence[Cell]) -> str:
     variants = list(dict.fromkeys(c.variant for c in found))
     counts = Counter(c.status for c in found)
     lines = [f"{len(found)} cells: " + ", ".join(f"{n} {s.replace('_', ' ')}" for s, n in sorted(counts.items())) + ".",
-             "", "Formats, read and run as they are: variants that work / that exist for the format on a CPU.", "",
+             "", "Formats: variants that work / that take this format and run on a CPU. BF16 and block FP8 are "
+             "converted for variants of other formats; others only where that is exact.", "",
              "| format | " + " | ".join(f"`{m}`" for m in models) + " |", "|---" * (len(models) + 1) + "|"]
     for layout in LAYOUTS:
         row = []
@@ -97,7 +99,9 @@ def tables(found: Sequence[Cell]) -> str:
     reasons: dict[tuple[str, str], list[Cell]] = {}
     for cell in found:
         if cell.status != "works":
-            reasons.setdefault((cell.status, cell.reason), []).append(cell)
+            reason = re.sub(r"^quantising \w+ weights again to \w+ would", "quantising a quantised format again would",
+                            cell.reason)
+            reasons.setdefault((cell.status, reason), []).append(cell)
     for (status, reason), group in sorted(reasons.items(), key=lambda item: (item[0][0], -len(item[1]))):
         names = list(dict.fromkeys(c.model for c in group))
         lines.append(f"| {status.replace('_', ' ')} | {reason} | {len(group)} | "

@@ -23,7 +23,7 @@ from tests.service.test_engine_exact import oracle_check
 from tests.service.test_engine_invariance import run
 
 TYPES = [t for t in family.MODEL_TYPES if t != "glm4_moe"]
-TOLERANCE = 2e-5  # log-probabilities, FP32; measured maximum 3e-6 over the 80 models
+TOLERANCE = 2e-5  # log-probabilities, FP32; measured maximum 3.3e-6 over the 80 models
 SEEDS = [*range(3), *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 20))]
 LENGTHS = [7, 1, 33, 64, 91]  # of the DSA models' index_topk (7 to 64) the last passes every one
 
