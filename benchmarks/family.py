@@ -2,8 +2,8 @@
 
 Writes benchmarks/results/family.json and the tables of docs/family.md.
 
-Every cell is run on tiny random checkpoints and held against oracles (tests/matrix.py says which and how near). With
-`--gpu`, on a GPU machine, only cells that need one are run, and they replace those of a CPU run in the same files.
+Every cell is run on tiny random checkpoints and held against oracles (tests/matrix.py says which and how near), on a
+CPU: variants that need a GPU are not run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ RESULT = ROOT / "benchmarks" / "results" / "family.json"
 DOC = ROOT / "docs" / "family.md"
 BEGIN, END = "<!-- matrix: written by benchmarks/family.py -->", "<!-- end of the matrix -->"
 
-from moe_kernels import registry  # noqa: E402
-from tests.matrix import LAYOUTS, REFUSED_MODELS, Bench, Cell, cells, evaluate, needs_gpu  # noqa: E402
+from tests.matrix import LAYOUTS, REFUSED_MODELS, Bench, Cell, cells, evaluate  # noqa: E402
 
 PUBLISHED = {
     "glm4_moe": "GLM-4.5, 4.5-Air, 4.6, 4.7", "glm4_moe_lite": "GLM-4.7-Flash", "glm_moe_dsa": "GLM-5, 5.1, 5.2, 5.3",
@@ -47,14 +46,14 @@ FORMATS = {
 }  # fmt: skip
 
 
-def run(wanted: Iterable[tuple[str, str, str]], device: str) -> list[Cell]:
+def run(wanted: Iterable[tuple[str, str, str]]) -> list[Cell]:
     """All cells; one that ran and is wrong is reported with status "wrong" and fails the script."""
     from moe_kernels.errors import MoeParityError
 
     out = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOE_PARITY_CACHE"] = str(Path(folder) / "cache")
-        bench = Bench(Path(folder), device)
+        bench = Bench(Path(folder))
         for model, layout, variant in wanted:
             try:
                 cell = evaluate(bench, model, layout, variant)
@@ -112,7 +111,6 @@ def tables(found: Sequence[Cell]) -> str:
 def main() -> int:
     """Run, write both files, print a summary; exit code 1 if a cell ran and was wrong."""
     p = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    p.add_argument("--gpu", action="store_true", help="run only cells that need a GPU, on this machine's")
     p.add_argument("--models", nargs="*", help="run only these model types; others keep their rows (default: all)")
     p.add_argument("--out", type=Path, default=RESULT, help="result file (default: %(default)s)")
     p.add_argument("--table-only", action="store_true", help="write docs/family.md from the result file")
@@ -122,31 +120,14 @@ def main() -> int:
     chosen = [name for name in cells() if not args.models or name[0] in args.models]
     if args.table_only:
         found = merged(old, [])
-    elif args.gpu:
-        sm = _sm()
-        new = [name for name in chosen if needs_gpu(registry.info(name[2])) and _fits(registry.info(name[2]), sm)]
-        found = merged(old, run(new, "cuda"))
     else:
-        done_on_gpu = [c for c in old if c.status == "works" and needs_gpu(registry.info(c.variant))]
-        found = merged([*old, *run(chosen, "cpu")], done_on_gpu)
+        found = merged(old, run(chosen))
     args.out.write_text(json.dumps([asdict(c) for c in found], indent=0) + "\n")
     if args.out == RESULT:
         before, _, rest = DOC.read_text().partition(BEGIN)
         DOC.write_text(f"{before}{BEGIN}\n\n{tables(found)}\n\n{END}{rest.partition(END)[2]}")
     print(Counter(c.status for c in found), f"{time.monotonic() - began:.0f} s")
     return int(any(c.status == "wrong" for c in found))
-
-
-def _sm() -> int:
-    import torch
-
-    major, minor = torch.cuda.get_device_capability()
-    return major * 10 + minor
-
-
-def _fits(info: object, sm: int) -> bool:
-    low, high = getattr(info, "min_sm", None) or 0, getattr(info, "max_sm", None) or 999
-    return low <= sm <= high
 
 
 if __name__ == "__main__":
