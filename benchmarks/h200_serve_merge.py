@@ -2,7 +2,7 @@
 
     python benchmarks/h200_serve_merge.py OUT
 
-OUT is the folder that run wrote. Rows of the same model, variant, concurrency and measure are replaced; the details are added as
+OUT is the folder that run wrote. Rows of the same model, variant and concurrency are replaced; the details are added as
 a further call, so that earlier ones stay comparable.
 """
 
