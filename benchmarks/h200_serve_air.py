@@ -119,7 +119,7 @@ def run(report: Any, args: Any) -> None:
                        f"experts a layer, {size / one['ms'] * 1e3:.0f} tok/s at 1,536 tokens")
         report.detail["air_steps_1536"] = steps
         report.save()
-        if os.environ.get("MOE_PARITY_STREAM") == "1":
+        if os.environ.get("MOE_PARITY_STREAM") != "0":
             os.environ["MOE_PARITY_STREAM"] = "0"
             report.detail["air_steps_without_stream"] = engine.call(lambda: other_steps(engine, (1, 8)))
             os.environ["MOE_PARITY_STREAM"] = "1"

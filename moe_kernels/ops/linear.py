@@ -59,11 +59,8 @@ def tile_of(tokens: int, element_size: int, stream: bool = False) -> Tile:
 
 
 def streams(device: torch.device) -> bool:
-    """The Gluon kernel (Hopper, the Triton it was written for), where MOE_PARITY_STREAM=1 asks for it; the same bits.
-
-    Not the default: it is compiled and checked for its instructions, but has not run on a GPU yet.
-    """
-    if not 90 <= capability(device) < 100 or os.environ.get("MOE_PARITY_STREAM") != "1":
+    """The Gluon kernel (Hopper, the Triton it was written for) runs; MOE_PARITY_STREAM=0 forbids it. The same bits."""
+    if not 90 <= capability(device) < 100 or os.environ.get("MOE_PARITY_STREAM") == "0":
         return False
     import triton
 
