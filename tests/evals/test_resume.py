@@ -72,7 +72,7 @@ def test_t30_kill_9_and_resume_give_the_same_bytes(
 ) -> None:
     reference, requests = whole
     out, count = tmp_path / "run", tmp_path / "count"
-    process = subprocess.Popen(command(out, data_dir, count, delay=0.01), text=True, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command(out, data_dir, count, delay=0.05), text=True, stderr=subprocess.PIPE)
     kill_when(process, out / "items.jsonl", lines, signal.SIGKILL)
     process.wait()
     journal = (out / "items.jsonl").read_bytes()
@@ -91,7 +91,7 @@ def test_interrupt_keeps_rows_stops_servers_and_says_how_to_go_on(
 ) -> None:
     out, count = tmp_path / "run", tmp_path / "count"
     process = subprocess.Popen(
-        command(out, data_dir, count, "--api-key=secret", delay=0.02), text=True, stderr=subprocess.PIPE
+        command(out, data_dir, count, "--api-key=secret", delay=0.2), text=True, stderr=subprocess.PIPE
     )
     kill_when(process, out / "items.jsonl", 20, sign)
     _, said = process.communicate(timeout=30)
