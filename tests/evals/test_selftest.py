@@ -152,7 +152,8 @@ def test_bf16_bias_is_named_by_routing(bench: Bench, sound: dict[str, Any], floo
 @pytest.mark.parametrize(
     ("name", "layer"),
     [("dead_expert_scale", "contract"), ("scales_tma_read", "kernel"), ("shared_scaled", "routing"),
-     ("w13_swapped", "logprobs"), ("kv_block_truncated", "logprobs"), ("overflow_nan", "logprobs"), ("wrong_eos", "length")],
+     ("w13_swapped", "logprobs"), ("kv_block_truncated", "logprobs"), ("overflow_nan", "logprobs"),
+     ("wrong_eos", "length")],
 )
 def test_each_layer_catches_its_fault(
     bench: Bench, sound: dict[str, Any], floor: Comparison, name: str, layer: str
