@@ -114,8 +114,7 @@ def generate(loaded: Any, tokenizer: Any, prompts: list[str], max_tokens: int = 
     from service.engine.types import GenerationRequest, SamplingParams, StepEvent
 
     engine = Engine(loaded, tokenizer, EngineConfig(max_model_len=1024, kv_blocks=2048))
-    engine.start()
-    engine.call(lambda: torch.set_num_threads(THREADS))
+    engine.start(THREADS)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop=("\n\nQuestion:",))
     done = threading.Semaphore(0)
     texts: dict[str, str] = {}

@@ -52,7 +52,7 @@ def build(loaded: Any, tokenizer: Tokenizer, engine: Engine, name: str, *, probe
             "kv_block": config.kv_block, "kv_blocks": engine.pool.total, "max_batch_tokens": config.max_batch_tokens,
             "max_seqs": config.max_seqs, "prefix_cache": config.prefix_cache, "cuda_graph": runner.cuda_graph,
             "forward": runner.forward_name, "attention": runner.attention_name, "kernels": runner.kernels,
-            "threads": torch.get_num_threads() if device.type == "cpu" else None,
+            "threads": engine.threads if device.type == "cpu" else None,
         },
         "determinism": determinism,
     }

@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+
+
+def save_unlike_zero(model: Any, out: Path) -> Path:
+    """Save a fresh model with weights, biases and norms far from degenerate: BF16, the router FP32."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.ndim >= 2:
+                param.mul_(5.0)  # std 0.02 gives near-constant logits
+            if "norm" in name:
+                param.add_(torch.randn_like(param) * 0.1)
+            if not name.endswith("mlp.gate.weight"):
+                param.data = param.data.to(torch.bfloat16)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)  # zeros would hide every bias bug
+    model.save_pretrained(out)
+    return out
 
 
 def glm4_moe(out: Path, seed: int = 0, **overrides: object) -> Path:
@@ -23,16 +41,4 @@ def glm4_moe(out: Path, seed: int = 0, **overrides: object) -> Path:
     fields.update(overrides)
     torch.manual_seed(seed)
     model = Glm4MoeForCausalLM(Glm4MoeConfig(**fields)).eval()
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            if param.ndim >= 2:
-                param.mul_(5.0)  # std 0.02 gives near-constant logits
-            if "norm" in name:
-                param.add_(torch.randn_like(param) * 0.1)
-            if not name.endswith("mlp.gate.weight"):
-                param.data = param.data.to(torch.bfloat16)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.1)  # zeros would hide every bias bug
-    model.save_pretrained(out)
-    return out
+    return save_unlike_zero(model, out)

@@ -79,8 +79,7 @@ def load(options: Options, path: Path, name: str) -> Loaded:
     torch.set_num_threads(1)
     model, tokenizer, settings = load_weights(options, path)
     engine = Engine(model, tokenizer, settings)
-    engine.start()
-    engine.call(lambda: torch.set_num_threads(threads))
+    engine.start(threads)
     said = fingerprint.build(model, tokenizer, engine, name)
     if options.selftest:  # says so even while no fault is on
         said["faults"] = []

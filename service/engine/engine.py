@@ -68,6 +68,7 @@ class Engine:
         self._inbox: deque[tuple[str, Any]] = deque()
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
+        self.threads = torch.get_num_threads()  # of torch on the engine's thread
         self._accepting = True
         self._stopping = False
         self._queued = 0  # submitted and not yet admitted
@@ -79,9 +80,10 @@ class Engine:
 
     # ---- callable from any thread -----------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start the engine thread; a second call does nothing."""
+    def start(self, threads: int | None = None) -> None:
+        """Start the engine thread, with that many of torch's threads (default: as the caller has); again: nothing."""
         if self._thread is None:
+            self.threads = threads or self.threads
             self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
             self._thread.start()
 
@@ -166,6 +168,7 @@ class Engine:
     # ---- engine thread ----------------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
+        torch.set_num_threads(self.threads)
         while True:
             with self._wake:
                 while not (self._inbox or self._stopping or self._flight or self.scheduler.running

@@ -29,9 +29,9 @@ class Product(nn.Module):
 
     def __init__(self, layers: Sequence[nn.Linear], packed: bool) -> None:
         super().__init__()
-        self.weight = _stacked([layer.weight for layer in layers])
+        self.weight = stacked([layer.weight for layer in layers])
         biases = [layer.bias for layer in layers]
-        self.bias = _stacked(biases) if biases[0] is not None else None
+        self.bias = stacked(biases) if biases[0] is not None else None
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, PACK_ROWS) if packed else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +41,8 @@ class Product(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def _stacked(parameters: Sequence[Tensor]) -> Tensor:
+def stacked(parameters: Sequence[Tensor]) -> Tensor:
+    """One tensor of all rows; the parameters become views of it, so nothing is held twice."""
     if len(parameters) == 1:
         return parameters[0].data
     whole = torch.cat([p.data for p in parameters])

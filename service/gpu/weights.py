@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moe_kernels.errors import VariantError
 from moe_kernels.ops import Bf16Linear, Fp8Linear
 from moe_kernels.registry import MoELayer
+from service.engine.forward import stacked
 
 Linear = Bf16Linear | Fp8Linear
 
@@ -115,13 +116,13 @@ def from_transformers(model: Any) -> ModelWeights:
         q_norm, k_norm = (attention.q_norm, attention.k_norm) if config.use_qk_norm else (None, None)
         layers.append(LayerWeights(
             index, layer.input_layernorm.weight.data,
-            Bf16Linear(_stacked(attention.q_proj, attention.k_proj, attention.v_proj, name="weight"),
-                       _stacked(attention.q_proj, attention.k_proj, attention.v_proj, name="bias")
+            Bf16Linear(stacked([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)]),
+                       stacked([p.bias for p in (attention.q_proj, attention.k_proj, attention.v_proj)])
                        if attention.q_proj.bias is not None else None),
             Bf16Linear(attention.o_proj.weight.data), None if q_norm is None else q_norm.weight.data,
             None if k_norm is None else k_norm.weight.data,
             layer.post_attention_layernorm.weight.data,
-            Bf16Linear(_stacked(dense.gate_proj, dense.up_proj, name="weight")),
+            Bf16Linear(stacked([dense.gate_proj.weight, dense.up_proj.weight])),
             Bf16Linear(dense.down_proj.weight.data), router, moe,
         ))
     name = str(model.model.embed_tokens.weight.dtype).removeprefix("torch.")
@@ -131,13 +132,3 @@ def from_transformers(model: Any) -> ModelWeights:
         getattr(config, "head_dim", None) or config.hidden_size // heads,
         {"attention": name, "dense": name, "shared": name, "head": name},
     )
-
-
-def _stacked(*linears: nn.Linear, name: str) -> Tensor:
-    parameters = [getattr(linear, name) for linear in linears]
-    whole = torch.cat([p.data for p in parameters])
-    first = 0
-    for parameter in parameters:
-        parameter.data = whole[first : first + parameter.shape[0]]
-        first += parameter.shape[0]
-    return whole

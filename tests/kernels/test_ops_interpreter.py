@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.kernels.interpreted import run_cases
 
 pytest.importorskip("triton")
 
@@ -27,10 +25,7 @@ LIMITS = {
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, Any]]:
     """Every case, run once in a process of its own: the interpreter is switched on at import."""
-    script = Path(__file__).with_name("ops_cases.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_cases("ops_cases.py")
 
 
 @pytest.mark.parametrize("name", LIMITS)

@@ -85,9 +85,13 @@ def test_service_serves_it(config: Path) -> None:
     options = launch.Options(model=str(config), variant="fp8/emulated", load_format="random", seed=7, num_layers=2,
                              engine=EngineConfig(max_seqs=4))
     path = launch.checkpoint_path(options.model, options.load_format)
+    before = torch.get_num_threads()
     loaded = launch.load(options, path, "tiny")
+    torch.set_num_threads(before)
     try:
         said = loaded.fingerprint
+        running = loaded.engine.call(torch.get_num_threads)
+        assert said["engine"]["threads"] == running == before  # the loading thread itself is left with one
         assert said["weights_sha256"].startswith("random:7:") and said["variant"]["resolved"] == {"1": "fp8/emulated"}
         assert said["engine"]["forward"] == "own" and said["engine"]["prefix_cache"] is False
         assert said["engine"]["cuda_graph"] is False
