@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_kernels.capture import moe_blocks
 from moe_kernels.check import QUICK_SWEEP, CheckReport, Reference, check_model, compare_layer, references
 from moe_kernels.errors import VariantError
 from moe_kernels.faults import all_faults, fault, inject
@@ -57,6 +58,22 @@ def test_the_sound_kernel_passes_and_repeats_bit_for_bit(models, fmt: str) -> No
     assert report.ok, report.failed()
     parity = [f for f in report.findings if f.probe == "parity" and f.detail == "against the emulation"]
     assert parity and all(f.value == 0.0 for f in parity)
+
+
+def test_a_reference_is_held_to_the_oracle_alone(models) -> None:
+    """It does not quantise activations, so the emulation (NVFP4: 1e-2 away) is no measure of it."""
+    emulated, _ = models["nvfp4"]
+    ids = torch.randint(2, 500, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    loaded = load_model(emulated.path, "nvfp4/reference")
+    own = references(loaded, ids)
+    report = check_model(loaded, own, QUICK_SWEEP)
+    assert report.ok, report.failed()
+    assert {f.detail for f in report.findings if f.probe == "parity"} == {"against the oracle"}
+    layer = moe_blocks(loaded.model)[1].layer
+    sound = layer.forward
+    layer.forward = lambda hidden, logits: (2.5 * sound(hidden, logits)[0], sound(hidden, logits)[1])
+    failed = check_model(loaded, own, QUICK_SWEEP).failed()
+    assert {"parity", "zero-block", "extreme-logits"} <= {f.probe for f in failed} and {f.layer for f in failed} == {1}
 
 
 KERNEL_FAULTS = [f for f in FAULTS if f.harmful and "kernel" in f.expected]
