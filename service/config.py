@@ -22,6 +22,8 @@ class EngineConfig:
     `max_logprobs` bounds `logprobs` and `prompt_logprobs`. `cuda_graph` decodes by CUDA graphs where device and kernels
     allow (no effect elsewhere). `forward`: "transformers", "own" (`service.gpu`), or "auto": own on a GPU.
     `graph_sizes` are the batch sizes decoding is padded to there (None: 1, 2, 4, multiples of 8, up to `max_seqs`).
+    `prefill_sizes` are the token counts that short prefills are padded to, for CUDA graphs (None: 256 to 2,048 where
+    there are graphs; empty: none).
     `admit_interval`: while others run, waiting requests are admitted at most every so many seconds (0: every step).
     """
 
@@ -36,6 +38,7 @@ class EngineConfig:
     cuda_graph: bool = True
     forward: str = "auto"
     graph_sizes: tuple[int, ...] | None = None
+    prefill_sizes: tuple[int, ...] | None = None
     admit_interval: float = 0.0
 
     def __post_init__(self) -> None:
@@ -50,6 +53,8 @@ class EngineConfig:
         if self.graph_sizes is not None and (not self.graph_sizes or min(self.graph_sizes) < 1
                                              or max(self.graph_sizes) < self.max_seqs):
             raise ConfigError(f"graph_sizes {self.graph_sizes} must be positive and reach max_seqs {self.max_seqs}")
+        if self.prefill_sizes and min(self.prefill_sizes) < 1:
+            raise ConfigError(f"prefill_sizes {self.prefill_sizes} must be positive")
         if self.forward not in ("auto", "transformers", "own"):
             raise ConfigError(f"forward must be auto, transformers or own, got '{self.forward}'")
         if self.prefix_cache:

@@ -232,7 +232,10 @@ class Engine:
         flight = Flight()
         packed, decoding = self.runner.split(chunks)
         if packed:
-            self._launch_packed(packed, flight)
+            if self.runner.padded_prefill(packed):
+                self._launch_prefill(packed, flight)
+            else:
+                self._launch_packed(packed, flight)
         if decoding:
             for chunk in decoding:
                 chunk.sequence.computed += 1
@@ -241,6 +244,18 @@ class Engine:
         for sequence in flight.due:
             sequence.inflight += 1
         return flight
+
+    def _launch_prefill(self, chunks: list[Chunk], flight: Flight) -> None:
+        """Chunks of which nothing but the next token is wanted, those due for one first."""
+        chunks = sorted(chunks, key=lambda c: c.sequence.computed + c.count < c.sequence.known)
+        due = [c.sequence for c in chunks if c.sequence.computed + c.count == c.sequence.known]
+        pending = self.runner.prefill(chunks, [sampling_row(sequence, self.eos_ids) for sequence in due])
+        for chunk in chunks:
+            sequence = chunk.sequence
+            self.counters.prompt += max(0, min(sequence.prompt_length - sequence.computed, chunk.count))
+            sequence.computed += chunk.count
+        if due:
+            flight.add(due, pending)
 
     def _launch_packed(self, chunks: list[Chunk], flight: Flight) -> None:
         batch = self.runner.pack(chunks)
@@ -262,7 +277,7 @@ class Engine:
                 last_rows.append(start + chunk.count - 1)
                 due.append(sequence)
         if due:
-            logits = self.runner.logits(hidden, torch.tensor(last_rows, device=hidden.device))
+            logits = self.runner.logits(hidden, torch.tensor(last_rows))
             flight.add(due, self.runner.sample(logits, [sampling_row(sequence, self.eos_ids) for sequence in due], due))
 
     def _finish_flight(self, following: Flight | None = None) -> None:

@@ -98,6 +98,14 @@ class ModelRunner:
         """Chunks to pack into one forward, and chunks for `decode`: none here."""
         return chunks, []
 
+    def padded_prefill(self, chunks: list[Chunk]) -> bool:
+        """Whether `prefill` takes these chunks: never here."""
+        return False
+
+    def prefill(self, chunks: list[Chunk], rows: list[Row]) -> Pending:
+        """Never called, since `padded_prefill` refuses."""
+        raise NotImplementedError("this runner prefills packed")
+
     def decode(self, chunks: list[Chunk], rows: list[Row]) -> Pending:
         """Never called, since `split` gives it nothing."""
         raise NotImplementedError("this runner decodes packed")
@@ -157,7 +165,7 @@ class ModelRunner:
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """FP32 logits [R, vocab] of the chosen rows (all when None)."""
-        picked = hidden if rows is None else hidden.index_select(0, rows)
+        picked = hidden if rows is None else hidden.index_select(0, rows.to(hidden.device))
         count = picked.shape[0]
         missing = -count % ROW_MULTIPLE
         if missing:

@@ -44,6 +44,7 @@ class DecodeSteps:
     def __init__(self, forward: Forward, rows: Rows, sizes: list[int], *, graphs: bool) -> None:
         self.forward, self.rows, self.sizes = forward, rows, sorted(sizes)
         self._captured: dict[int, _Captured] = {}
+        self.pool: Any = None  # of the graphs' memory: one for all, since they never run at the same time
         kernels = {str(layer.moe.spec.base) for layer in forward.weights.layers if layer.moe is not None}
         self.graphs = graphs and forward.weights.device.type == "cuda" and kernels <= set(CAPTURABLE)
         if self.graphs:
@@ -88,15 +89,11 @@ class DecodeSteps:
         table = self.rows.table.index_select(0, row)
         hidden = self.forward(ids, positions, slots, DecodeRows(table, lengths))
         logits = self.forward.weights.head(hidden)
-        if inputs.is_cuda:
-            return triton_steps.greedy(logits, row, last), logits
-        out = sampling.greedy(logits.float())
-        last.index_copy_(0, row, out[0].long())
-        return out, logits
+        return sampling.greedy_kept(logits, row, last), logits
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        pool = None
+        pool = self.pool
         device = self.forward.weights.device
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
             inputs = torch.from_numpy(self.padding(size)).to(device)
@@ -112,4 +109,5 @@ class DecodeSteps:
                 out, logits = self._step(inputs)
             pool = pool or graph.pool()
             self._captured[size] = _Captured(inputs, out, logits, graph)
+        self.pool = pool
         log.info("captured decode graphs of %d sizes up to %d rows", len(self.sizes), self.sizes[-1])

@@ -26,6 +26,7 @@ from service.gpu import sampling
 from service.gpu.forward import ChunkRows, Forward
 from service.gpu.graphs import DecodeSteps, graph_sizes
 from service.gpu.kv import GpuKV, Rows, to_device
+from service.gpu.prefill import PrefillSteps, prefill_sizes
 from service.gpu.weights import ModelWeights, from_transformers
 
 ROW_MULTIPLE = 16  # packed rows: Triton compiles a kernel again for counts that 16 does not divide
@@ -64,7 +65,10 @@ class GpuRunner:
         self._layers: list[list[MoELayer]] = [[layer.moe for layer in w.layers if layer.moe is not None]]
         self._sizes = list(config.graph_sizes or graph_sizes(config.max_seqs))
         self._wants_graph = config.cuda_graph
+        self._prefill_sizes = config.prefill_sizes
+        self._most = config.max_batch_tokens
         self._steps = [self._new_steps()]
+        self._prefills = [self._new_prefills()]
         self.variant = 0
         self.attention_name = "paged_triton" if self.device.type == "cuda" else "paged_reference"
         self.kernels = {"ops": "triton" if self.device.type == "cuda" else "reference", **w.formats}
@@ -91,6 +95,7 @@ class GpuRunner:
         self.variants.append(spec)
         self._switch(len(self.variants) - 1)
         self._steps.append(self._new_steps())
+        self._prefills.append(self._new_prefills())
         self._switch(self.variant)
         return len(self.variants) - 1
 
@@ -107,6 +112,13 @@ class GpuRunner:
 
     def _new_steps(self) -> DecodeSteps:
         return DecodeSteps(self.forward, self.rows, self._sizes, graphs=self._wants_graph)
+
+    def _new_prefills(self) -> PrefillSteps:
+        """Beside the newest decoding steps, whose graphs' memory they share."""
+        graphs, sizes = self._steps[-1].graphs, self._prefill_sizes
+        if sizes is None:
+            sizes = tuple(prefill_sizes(self._most)) if graphs else ()
+        return PrefillSteps(self.forward, self.rows, list(sizes), graphs=graphs, pool=self._steps[-1].pool)
 
     @property
     def cuda_graph(self) -> bool:
@@ -143,11 +155,47 @@ class GpuRunner:
             self._remember([chunk.sequence for chunk in chunks], out[0])
         return sampling.DevicePending(out, rows, extra)
 
+    def padded_prefill(self, chunks: list[Chunk]) -> bool:
+        """Whether `prefill` takes these chunks: a size holds them, and nothing but their last rows is wanted."""
+        steps = self._prefills[self.variant]
+        return bool(steps.sizes) and steps.size_of(sum(c.count for c in chunks), len(chunks)) is not None and all(
+            c.sequence.computed + c.count <= len(c.sequence.ids) and not c.sequence.params.return_routing
+            and not c.sequence.wants_prompt_rows for c in chunks)
+
+    def prefill(self, chunks: list[Chunk], rows: list[Row]) -> Pending:
+        """Chunks of prompts, their blocks on the device already; the first `len(rows)` of them are due for a token."""
+        steps, block, due = self._prefills[self.variant], self.block, len(rows)
+        size = steps.size_of(sum(chunk.count for chunk in chunks), len(chunks))
+        assert size is not None  # `padded_prefill` said so
+        inputs = steps.padding(size)
+        tokens, spans, at = inputs.tokens, inputs.spans, 0
+        for i, chunk in enumerate(chunks):
+            sequence, count, first = chunk.sequence, chunk.count, chunk.sequence.computed
+            where = np.arange(first, first + count)
+            tokens[0, at : at + count] = sequence.ids[first : first + count]
+            tokens[1, at : at + count] = where
+            tokens[2, at : at + count] = np.asarray(sequence.blocks)[where // block] * block + where % block
+            inputs.starts[i] = at
+            at += count
+            row = self.rows[sequence]
+            spans[:, i] = first + count, row, at - 1, row if i < due else self.rows.pad
+        inputs.starts[len(chunks) :] = at
+        out, logits = steps(inputs)
+        out = out[:, :due]
+        extra = sampling.special(logits[:due], rows)
+        if extra is not None:
+            out = extra.out
+            self._remember([chunk.sequence for chunk in chunks[:due]], out[0])
+        return sampling.DevicePending(out, rows, extra)
+
     def sample(self, logits: Tensor, rows: list[Row], due: list[Sequence]) -> Pending:
         """Tokens of packed rows; they are also kept on the device for the next step."""
+        where = to_device(np.asarray([self.rows[s] for s in due], dtype=np.int64), self.device)
+        out = sampling.greedy_kept(logits.to(self.dtype), where, self.rows.last_token)  # exact: `logits` widened them
         extra = sampling.special(logits, rows)
-        out = extra.out if extra is not None else sampling.greedy(logits)
-        self._remember(due, out[0])
+        if extra is not None:
+            out = extra.out
+            self._remember(due, out[0])
         return sampling.DevicePending(out, rows, extra)
 
     def _remember(self, sequences: list[Sequence], chosen: Tensor) -> None:
@@ -192,7 +240,9 @@ class GpuRunner:
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """FP32 logits [R, vocab] of the chosen rows (all when None)."""
-        return self.forward.logits(hidden if rows is None else hidden.index_select(0, rows))
+        if rows is None:
+            return self.forward.logits(hidden)
+        return self.forward.logits(hidden.index_select(0, to_device(rows.numpy(), self.device)))
 
     def first_bad_layer(self, sequence: Sequence, step: int) -> str:
         """Recompute a sequence's tokens, `step` at a time, and name the first part whose output is not finite."""

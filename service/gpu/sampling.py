@@ -23,6 +23,20 @@ def greedy(logits: Tensor) -> Tensor:
     return torch.stack([chosen.double(), own[:, 0].double(), torch.ones_like(own[:, 0]).double(), finite.double()])
 
 
+def greedy_kept(logits: Tensor, rows: Tensor, last_token: Tensor) -> Tensor:
+    """`greedy`, the tokens also to `last_token[rows]`; on a GPU by one kernel, whose bits do not depend on R.
+
+    Every step on a GPU takes its greedy tokens from here: torch's `log_softmax` rounds differently in the last bit.
+    """
+    if logits.is_cuda:
+        from service.gpu import triton_steps
+
+        return triton_steps.greedy(logits, rows, last_token)
+    out = greedy(logits.float())
+    last_token.index_copy_(0, rows, out[0].long())
+    return out
+
+
 @dataclass(frozen=True)
 class Special:
     """Rows that are not plain greedy: their results replace the greedy ones."""

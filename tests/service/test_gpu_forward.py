@@ -74,6 +74,63 @@ def test_padding_rows_change_nobody(loaded) -> None:
         assert all(len(answer.ids) == 4 for answer in got)
 
 
+@pytest.mark.parametrize("budget", [48, 512])
+def test_padded_prefill_is_the_packed_one(loaded, oracle, budget: int) -> None:
+    """Prompts whole and in chunks through prefills padded to 64 and 512 tokens: the packed forward's answers."""
+    prompts = prompts_of(LENGTHS)
+    ask = dict(max_tokens=6, logprobs=2, ignore_eos=True, **GREEDY)
+
+    def run(sizes):
+        with Running(loaded, max_batch_tokens=budget, prefill_sizes=sizes, **OWN) as engine:
+            calls: list[int] = []
+            steps = engine.runner._prefills[0]
+            step = steps._step
+            steps._step = lambda buffer, size: (calls.append(size), step(buffer, size))[1]
+            return calls, generate(engine, prompts, **ask)
+
+    (sizes, padded), (none, packed) = run((64, 512)), run(())
+    assert not none and set(sizes) == ({64, 512} if budget == 48 else {512})
+    for prompt, a, b in zip(prompts, padded, packed, strict=True):
+        assert a.ids == b.ids and a.logprobs == pytest.approx(b.logprobs, abs=TOLERANCE)
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([prompt + a.ids])).logits[0].log_softmax(-1)
+        rows = logits[len(prompt) - 1 : -1].gather(-1, torch.tensor(a.ids)[:, None])[:, 0]
+        assert a.logprobs == pytest.approx(rows.tolist(), abs=TOLERANCE)
+
+
+def test_prefill_padding_changes_nobody(tiny_checkpoint: Path) -> None:
+    """BF16, whose products on a CPU round a row alike in any number of rows: two prompts in 64 and in 256 padded rows,
+    and beside a third, give the same bits, and nobody else's blocks are written."""
+    with Running(load_model(tiny_checkpoint, "bf16/reference"), prefill_sizes=(64, 256), kv_blocks=20, **OWN) as engine:
+        runner = engine.runner
+        steps, block = runner._prefills[0], runner.block
+        prompts = prompts_of([21, 9, 30])
+        runner.rows.table[:3, :2] = torch.tensor([[1, 2], [3, 0], [4, 5]], dtype=torch.int32)
+
+        def run(which: list[int], size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            runner.kv.zero(list(range(1, 21)))
+            inputs, at = steps.padding(size), 0
+            for i, p in enumerate(which):
+                ids, where = prompts[p], np.arange(len(prompts[p]))
+                end = at + len(ids)
+                slots = runner.rows.table[p].numpy()[where // block] * block + where % block
+                inputs.tokens[:, at:end] = ids, where, slots
+                inputs.starts[i], at = at, end
+                inputs.spans[:, i] = len(ids), p, at - 1, p
+            inputs.starts[len(which) :] = at
+            with torch.inference_mode():
+                out, logits = steps(inputs)
+            return out[:, : len(which)].clone(), logits[: len(which)].clone(), runner.kv.k[:, :21].clone()
+
+        out, logits, keys = run([0, 1], 64)
+        assert keys[:, 1:4].any() and not keys[:, 0].any() and not keys[:, 4:].any()
+        assert runner.rows.last_token[:2].tolist() == out[0].long().tolist()
+        again = run([0, 1], 256)
+        beside = run([2, 1, 0], 256)
+        assert torch.equal(out, again[0]) and torch.equal(logits, again[1]) and torch.equal(keys, again[2])
+        assert torch.equal(logits, beside[1][[2, 1]]) and torch.equal(keys[:, :4], beside[2][:, :4])
+
+
 def test_seeded_sampling_is_the_cpu_engines(loaded) -> None:
     """Temperature, top_p, top_k, min_p and bans: the same tokens as the transformers path, request by request."""
     prompts = prompts_of([12, 9, 21, 4])
@@ -87,7 +144,8 @@ def test_seeded_sampling_is_the_cpu_engines(loaded) -> None:
             return [a.wait() for a in waiting]
 
     own, theirs = run(**OWN), run(forward="transformers")
-    for mine, other in zip(own, theirs, strict=True):
+    padded = run(prefill_sizes=(64,), **OWN)
+    for mine, other in [*zip(own, theirs, strict=True), *zip(padded, own, strict=True)]:
         assert mine.ids == other.ids and mine.last.finish_reason == other.last.finish_reason
         assert mine.logprobs == pytest.approx(other.logprobs, abs=TOLERANCE)
         assert [t.rank for t in mine.tokens] == [t.rank for t in other.tokens]
@@ -172,7 +230,7 @@ def test_admission_in_groups(loaded) -> None:
     ask = dict(max_tokens=30, ignore_eos=True, **GREEDY)
     with Running(loaded, **OWN) as engine:
         want = [generate(engine, [p], **ask)[0].ids for p in prompts]
-    with Running(loaded, **OWN, admit_interval=0.1) as engine:
+    with Running(loaded, **OWN, admit_interval=0.1, prefill_sizes=()) as engine:
         sizes: list[int] = []
         pack = engine.runner.pack
         engine.runner.pack = lambda chunks: (sizes.append(len(chunks)), pack(chunks))[1]
