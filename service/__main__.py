@@ -89,8 +89,8 @@ def parser() -> argparse.ArgumentParser:
                    help="of the attention projections of --load-format random (default: %(default)s)")
     p.add_argument("--num-layers", type=count, help="layers of --load-format random (default: the config's)")
     p.add_argument("--graph-sizes", type=_sizes, help="batch sizes decoding is padded to on a GPU, e.g. 1,8,32,128")
-    p.add_argument("--prefill-sizes", type=_sizes_or_none, help="token counts that short prefills are padded to for CUDA "
-                   "graphs, or 'none' (default: 256,512,1024,2048 where decoding uses graphs)")
+    p.add_argument("--prefill-sizes", type=_sizes_or_none, help="token counts that short prefills are padded to, for "
+                   "CUDA graphs, or 'none' (default: 256,512,1024,2048 where decoding uses graphs)")
     p.add_argument("--admit-interval-ms", type=at_least(0), help="admit waiting requests at most so often while others "
                    "run: one prefill then serves several (default: 0; on a GPU 20)")
     p.add_argument("--no-cuda-graph", action="store_true", help="decode without CUDA graphs (GPU only)")

@@ -24,6 +24,7 @@ class Tokenizer:
         self._decode = hf.backend_tokenizer.decode
         self._special = frozenset(int(i) for i in hf.all_special_ids)
         self.token_text = lru_cache(maxsize=65536)(self._token_text)
+        self.gain = lru_cache(maxsize=1 << 17)(self._gain)
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -70,6 +71,13 @@ class Tokenizer:
         """One token on its own, special tokens by name; unknown ids give an empty string."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    def _gain(self, before: int, token_id: int, skip_special_tokens: bool) -> str:
+        """Text that a token adds behind one other; empty also where it ends in what may be an unfinished character."""
+        text = self.decode([before, token_id], skip_special_tokens)
+        if text.endswith(REPLACEMENT):
+            return ""
+        return text[len(self.decode([before], skip_special_tokens)) :]
+
     def is_special(self, token_id: int) -> bool:
         """Whether the id is one of the tokenizer's special tokens."""
         return token_id in self._special
@@ -114,25 +122,39 @@ class Detokenizer:
         self._ids = list(prompt_tail)
         self._start = 0  # decodings begin here
         self._sent = len(self._decode())  # characters of the decoding that are not news
+        self._fresh = False  # decodings begin at the last token, whose text is sent: `_sent` is not kept then
 
     def add(self, token_id: int) -> str:
         """Text that becomes certain with this token (often all of it, sometimes none)."""
         self._ids.append(token_id)
+        if self._fresh:  # nearly always: what this token adds depends on the one before it alone, and is remembered
+            delta = self._tokenizer.gain(self._ids[-2], token_id, self._skip)
+            if delta:
+                self._start += 1
+                return delta
+        self._settle(len(self._ids) - 1)
         text = self._decode()
         if not text.endswith(REPLACEMENT):
             delta = text[self._sent :]
             if delta:
                 # The next decoding starts at this token, which gives it left context.
                 self._start = len(self._ids) - 1
-                self._sent = len(self._decode())
+                self._fresh = True
             return delta
         held = len(text) - len(text.rstrip(REPLACEMENT))
         return self._upto(text, len(text) - min(held, 4))
 
     def flush(self) -> str:
         """Whatever is still held back, an unfinished character as U+FFFD."""
+        self._settle(len(self._ids))
         text = self._decode()
         return self._upto(text, len(text))
+
+    def _settle(self, end: int) -> None:
+        """Make `_sent` true: the text of the one token before `end`."""
+        if self._fresh:
+            self._fresh = False
+            self._sent = len(self._tokenizer.decode(self._ids[end - 1 : end], skip_special_tokens=self._skip))
 
     def _upto(self, text: str, end: int) -> str:
         delta = text[self._sent : end]

@@ -92,10 +92,11 @@ class _Choice:
             if opening is not None:
                 out.append(opening)
         tokens = event.new_tokens
-        for token in tokens[:-1]:
+        apart = tokens[:-1] if self._body.stream else []  # several tokens come at once where nothing is streamed
+        for token in apart:
             out.append(self._delta("", [token]))
         if tokens or event.text_delta or not event.finished or not out:
-            out.append(self._delta(event.text_delta, tokens[-1:]))
+            out.append(self._delta(event.text_delta, tokens[len(apart) :]))
         if event.finished:
             last = out[-1]
             last["finish_reason"], last["stop_reason"] = event.finish_reason, event.stop_reason

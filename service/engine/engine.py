@@ -306,7 +306,9 @@ class Engine:
             if sequence.params.max_tokens > 0:
                 made += 1
             try:
-                self._report(sequence, apply_token(sequence, token, self.eos_ids))
+                event = apply_token(sequence, token, self.eos_ids)
+                if event is not None:
+                    self._report(sequence, event)
             except Exception as error:
                 self._step_failed([(sequence, 0)], error)
         self.counters.made(made)
@@ -319,9 +321,7 @@ class Engine:
             if sequence.routing is not None:
                 forwarded = len(sequence.ids) - bool(sequence.generated)
                 event.routing = unpacked(sequence.routing[:forwarded], self.runner.routing.layers)
-        ready = take_event(sequence, event)
-        if ready is not None:
-            self._send(sequence, ready)
+        self._send(sequence, take_event(sequence, event))
 
     def _send(self, sequence: Sequence, event: StepEvent) -> None:
         try:

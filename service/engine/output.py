@@ -10,7 +10,7 @@ from torch import Tensor
 from service.engine.runner import ModelRunner
 from service.engine.sampler import Row, describe
 from service.engine.sequence import Sequence
-from service.engine.types import StepEvent, TokenOutput
+from service.engine.types import FinishReason, StepEvent, TokenOutput
 from service.tokenizer import Tokenizer
 
 SLICE_ELEMENTS = 1 << 22  # prompt logits are made in slices of at most this many FP32 values (16 MiB)
@@ -19,6 +19,10 @@ SLICE_ELEMENTS = 1 << 22  # prompt logits are made in slices of at most this man
 def sampling_row(sequence: Sequence, eos_ids: frozenset[int]) -> Row:
     """What the sampler needs to know of a sequence that is due for a token."""
     params = sequence.params
+    if params.temperature <= 0 and not params.min_tokens:  # the same at every position
+        if sequence.greedy_row is None:
+            sequence.greedy_row = Row(params, sequence.seed, 0)
+        return sequence.greedy_row
     banned: tuple[int, ...] = ()
     position = sequence.generated + sequence.inflight
     if position < params.min_tokens:
@@ -26,39 +30,44 @@ def sampling_row(sequence: Sequence, eos_ids: frozenset[int]) -> Row:
     return Row(params, sequence.seed, position, banned)
 
 
-def apply_token(sequence: Sequence, token: TokenOutput, eos_ids: frozenset[int]) -> StepEvent:
-    """Append a token (none when max_tokens is 0) and decide whether the sequence ends with it."""
+def apply_token(sequence: Sequence, token: TokenOutput, eos_ids: frozenset[int]) -> StepEvent | None:
+    """Append a token (none when max_tokens is 0) and decide whether the sequence ends with it.
+
+    None where nothing is to be told yet: the client hears of the end only, and this is not it.
+    """
     params = sequence.params
-    event = StepEvent(sequence.request_id)
     if params.max_tokens == 0:
-        event.finished, event.finish_reason = True, "length"
-        return event
-    sequence.ids.append(token.token_id)
+        return StepEvent(sequence.request_id, finished=True, finish_reason="length")
+    token_id, text = token.token_id, sequence.text
+    sequence.ids.append(token_id)
     sequence.outputs.append(token)
-    event.new_tokens.append(token)
-    stops = sequence.generated >= params.min_tokens
-    if stops and token.token_id in params.stop_token_ids:
-        event.finished, event.finish_reason, event.stop_reason = True, "stop", token.token_id
-    elif stops and not params.ignore_eos and token.token_id in eos_ids:
-        event.finished, event.finish_reason = True, "stop"
+    generated = len(sequence.ids) - sequence.prompt_length
+    stops = generated >= params.min_tokens
+    delta = ""
+    reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    if stops and token_id in params.stop_token_ids:
+        reason, stop_reason = "stop", token_id
+    elif stops and not params.ignore_eos and token_id in eos_ids:
+        reason = "stop"
     else:
-        event.text_delta = sequence.text.add(token.token_id, look_for_stops=stops)
-        if sequence.text.matched is None and sequence.generated >= params.max_tokens:
-            event.finished, event.finish_reason = True, "length"
-    if event.finished:
-        event.text_delta += sequence.text.finish(look_for_stops=stops)
-    if sequence.text.matched is not None:
-        event.finished, event.finish_reason, event.stop_reason = True, "stop", sequence.text.matched
-    return event
+        delta = text.add(token_id, look_for_stops=stops)
+        if text.matched is None and generated >= params.max_tokens:
+            reason = "length"
+    if reason is not None:
+        delta += text.finish(look_for_stops=stops)
+    if text.matched is not None:
+        reason, stop_reason = "stop", text.matched
+    if reason is None and not sequence.every_step:
+        sequence.pending_text += delta
+        return None
+    return StepEvent(sequence.request_id, [token], delta, reason is not None, reason, stop_reason)
 
 
-def take_event(sequence: Sequence, event: StepEvent) -> StepEvent | None:
-    """The event to send now: with `every_step` this one, else one event with everything when the request ends."""
+def take_event(sequence: Sequence, event: StepEvent) -> StepEvent:
+    """The event to send now: with `every_step` this one, else the only one, with everything."""
     if not sequence.every_step:
-        sequence.pending_text += event.text_delta
-        if not event.finished:
-            return None
-        event.text_delta, event.new_tokens = sequence.pending_text, list(sequence.outputs)
+        event.text_delta, event.new_tokens = sequence.pending_text + event.text_delta, list(sequence.outputs)
     if sequence.prompt_logprobs is not None and sequence.delivered == 0:
         event.prompt_logprobs = sequence.prompt_logprobs
     sequence.delivered += 1

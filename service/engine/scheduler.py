@@ -51,7 +51,8 @@ class Scheduler:
                 index += 1
                 continue
             count = min(sequence.known - sequence.computed, budget)
-            if not self._make_room(sequence, count):
+            if (sequence.computed + count > len(sequence.blocks) * self.config.kv_block
+                    and not self._make_room(sequence, count)):
                 break  # it was the youngest itself and has been preempted
             chunks.append(Chunk(sequence, count))
             budget -= count

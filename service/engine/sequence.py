@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -32,25 +33,14 @@ class Sequence:
     prompt_logprobs: list[TokenOutput | None] | None = None
     routing: Tensor | None = None
     preemptions: int = 0
+    greedy_row: Any = None  # what the sampler is told of a greedy sequence, made once
 
     def __post_init__(self) -> None:
+        self.request_id = self.request.request_id  # read for every token: attributes, not properties
+        self.params: SamplingParams = self.request.params
+        self.prompt_length = len(self.request.prompt_ids)
         if self.params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
-
-    @property
-    def request_id(self) -> str:
-        """The caller's name for it."""
-        return self.request.request_id
-
-    @property
-    def params(self) -> SamplingParams:
-        """Its sampling parameters."""
-        return self.request.params
-
-    @property
-    def prompt_length(self) -> int:
-        """Prompt tokens."""
-        return len(self.request.prompt_ids)
 
     @property
     def generated(self) -> int:

@@ -11,10 +11,12 @@ def held_back(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of `text` that a stop string could begin with (and is not complete)."""
     longest = 0
     for stop in stops:
-        for size in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:size]):
-                longest = size
+        at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while at >= 0:  # the first fit is this stop's longest
+            if stop.startswith(text[at:]):
+                longest = max(longest, len(text) - at)
                 break
+            at = text.find(stop[0], at + 1)
     return longest
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -94,8 +94,7 @@ class GenerationRequest:
     params: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """One token with its raw (before temperature) log-probability.
 
     `rank` is 1 for the likeliest token. `top` holds (id, logprob) by falling logprob: the n asked for, plus this

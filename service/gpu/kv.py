@@ -71,6 +71,8 @@ class Rows:
             known, count = self._known[row]
             if known is not sequence.blocks:
                 count = 0
+            elif count == len(known):
+                continue
             fresh = sequence.blocks[count:]
             if fresh:
                 first = row * self.width + count

@@ -141,14 +141,16 @@ class GpuRunner:
 
     def decode(self, chunks: list[Chunk], rows: list[Row]) -> Pending:
         """One token of every sequence, whose `computed` already counts it."""
-        inputs = np.empty((4, len(chunks)), dtype=np.int64)
-        block = self.block
-        for i, chunk in enumerate(chunks):
+        block, row = self.block, self.rows
+        known, positions, slots, where = [], [], [], []
+        for chunk in chunks:
             sequence = chunk.sequence
             at = sequence.computed - 1
-            inputs[:, i] = (sequence.ids[at] if at < len(sequence.ids) else -1, at,
-                            sequence.blocks[at // block] * block + at % block, self.rows[sequence])
-        out, logits = self._steps[self.variant](inputs)
+            known.append(sequence.ids[at] if at < len(sequence.ids) else -1)
+            positions.append(at)
+            slots.append(sequence.blocks[at // block] * block + at % block)
+            where.append(row[sequence])
+        out, logits = self._steps[self.variant](np.asarray([known, positions, slots, where], dtype=np.int64))
         extra = sampling.special(logits, rows)
         if extra is not None:
             out = extra.out

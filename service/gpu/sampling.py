@@ -114,8 +114,10 @@ class DevicePending:
         if self._event is not None:
             self._event.synchronize()
         ids, values, ranks, finite = self._host[0].tolist()
-        tops = zip(*(part.tolist() for part in self._host[1:]), strict=True) if len(self._host) > 1 else None
-        best = list(tops) if tops is not None else []
+        best = list(zip(*(part.tolist() for part in self._host[1:]), strict=True))
+        if not best and all(row.params.logprobs is None for row in self._rows):
+            return [TokenOutput(int(i), v if v > LOGPROB_FLOOR else LOGPROB_FLOOR, int(r)) if ok else None
+                    for i, v, r, ok in zip(ids, values, ranks, finite, strict=True)]
         out: list[TokenOutput | None] = []
         for r, row in enumerate(self._rows):
             if not finite[r]:
@@ -125,8 +127,12 @@ class DevicePending:
             top: tuple[tuple[int, float], ...] = ()
             if (n := row.params.logprobs) is not None:
                 top_v, top_i = best[r] if best else ([], [])
-                pairs = [(i, max(v, LOGPROB_FLOOR)) for i, v in zip(top_i[:n], top_v[:n], strict=True)]
-                if token not in top_i[:n]:
+                if n < len(top_i):
+                    top_v, top_i = top_v[:n], top_i[:n]
+                if top_v and top_v[-1] < LOGPROB_FLOOR:  # they fall
+                    top_v = [max(v, LOGPROB_FLOOR) for v in top_v]
+                pairs = list(zip(top_i, top_v, strict=True))
+                if token not in top_i:
                     pairs.append((token, value))
                 top = tuple(pairs)
             out.append(TokenOutput(token, value, int(ranks[r]), top))
