@@ -17,7 +17,7 @@ from evals.errors import ProtocolError
 from evals.journal import Journal
 from evals.protocol import Sampling
 from evals.records import Protocol, RunMeta
-from evals.run_arm import Run, ask, finish, finished, run_all, server_for, show, smoke
+from evals.run_arm import Run, ask, finish, finished, own_server, run_all, server_for, show, smoke
 from evals.run_folder import SCHEMA, RunFolder
 from evals.run_options import BASELINE, RunOptions, same_run
 from evals.run_progress import Progress
@@ -132,7 +132,13 @@ def _one_by_one(run: Run) -> None:
 def _side_by_side(run: Run) -> None:
     """All servers up at once, all arms asked at the same time; no early stops."""
     with contextlib.ExitStack() as stack:
-        lives = [stack.enter_context(server_for(run, arm)) for arm in run.options.arms if not finished(run, arm)]
+        arms = [arm for arm in run.options.arms if not finished(run, arm)]
+        servers = [own_server(run, arm) for arm in arms]
+        for server in servers:  # they load at the same time, unless we choose their ports: two could get the same one
+            if server is not None and "{port}" not in (server.launch.template or ""):
+                stack.callback(server.stop)
+                server.begin()
+        lives = [stack.enter_context(server_for(run, arm, server)) for arm, server in zip(arms, servers, strict=True)]
         for live in lives:
             if live.arm.name == BASELINE:
                 _floor(run, live.identity)

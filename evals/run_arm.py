@@ -85,10 +85,21 @@ def finished(run: Run, arm: ArmSpec) -> bool:
     return not any(job.missing(run.protocol, asks, run.journal) for job in live.jobs(run))
 
 
-@contextlib.contextmanager
-def server_for(run: Run, arm: ArmSpec) -> Iterator[Live]:
-    """Start (or reach) the arm's server, check it against what is stored, and note it in run.json."""
+def own_server(run: Run, arm: ArmSpec) -> Server | None:
+    """The server this run starts itself for an arm, not started yet; None where it is reached by URL or an engine."""
+    if arm.engine is not None or arm.url is not None:
+        return None
     o = run.options
+    return Server(Launch(arm.variant or "", o.model or "", run.folder.log(arm.name), o.server_cmd, o.server_args,
+                         o.startup_timeout))
+
+
+@contextlib.contextmanager
+def server_for(run: Run, arm: ArmSpec, server: Server | None = None) -> Iterator[Live]:
+    """Start (or reach) the arm's server, check it against what is stored, and note it in run.json.
+
+    `server` is one of `own_server` that has begun to start.
+    """
     with contextlib.ExitStack() as stack:
         dead: Callable[[], str | None] | None = None
         engine: engines.LiveEngine | None = None
@@ -97,10 +108,10 @@ def server_for(run: Run, arm: ArmSpec) -> Iterator[Live]:
             engine = stack.enter_context(engines.running(arm.engine, arm.name, log, run.progress.say))
             base, dead = engine.url, engine.dead
         elif arm.url is None:
-            launch = Launch(arm.variant or "", o.model or "", run.folder.log(arm.name), o.server_cmd,
-                            o.server_args, o.startup_timeout)
-            run.progress.say(f"starting the server for {arm.name} ({arm.label}); log: {launch.log}")
-            server = stack.enter_context(Server(launch))
+            server = server or own_server(run, arm)
+            assert server is not None  # for the type checker
+            run.progress.say(f"starting the server for {arm.name} ({arm.label}); log: {server.launch.log}")
+            stack.enter_context(server)
             base, dead = server.url, server.dead
         else:
             base = arm.url

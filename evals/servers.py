@@ -86,9 +86,11 @@ class Server:
         self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
+        self._known_url: str | None = None
 
-    def __enter__(self) -> Server:
-        command, url = self.launch.command()
+    def begin(self) -> None:
+        """Start the process without waiting for it; entering the context then only waits."""
+        command, self._known_url = self.launch.command()
         self.launch.log.parent.mkdir(parents=True, exist_ok=True)
         self._log = self.launch.log.open("ab")
         self._start = self._log.tell()
@@ -98,10 +100,15 @@ class Server:
                 start_new_session=True, preexec_fn=_prepare_child,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(self.launch.env),
             )
-            self._wait_until_ready(url)
         except OSError as error:
             self.stop()
             raise ServerError(f"cannot start '{command[0]}': {error.strerror}; check --server-cmd") from None
+
+    def __enter__(self) -> Server:
+        try:
+            if self._process is None:
+                self.begin()
+            self._wait_until_ready(self._known_url)
         except BaseException:
             self.stop()
             raise
