@@ -1,12 +1,14 @@
 """Attention over the paged KV cache, registered with transformers under the name `moe_parity_paged`.
 
 One packed batch holds decoding sequences (one query each), then prefill chunks, then padding. Decoding sequences are
-gathered block-wise and run as one batched SDPA per group of similar length; each prefill chunk runs on its own.
+gathered block-wise and run as one batched SDPA per padded KV length; prefill chunks run on their own.
 
-Every query's result must depend on its own sequence only, to the bit. Three rules give that, where the kernels allow:
-query heads that share a KV head are folded into the rows of one product, rows are never fewer than `min_rows`, and the
-KV length is padded (and masked) to a multiple of `kv_tile`. `choose_tiles` finds the smallest tile for which
-torch's SDPA really is bit-equal for a head shape and dtype, by trying.
+Every query's result must depend on its own sequence only, to the bit. torch's kernel sums over the KV length in panels
+whose size follows from that length, so two lengths round differently even where all that is added is masked. Therefore
+the padded KV length is a function of a query's own position (`padded_length`), whoever else is in the batch, and a
+prefill chunk is cut where that length changes. Query heads that share a KV head are folded into the rows of one
+product, and rows come in multiples of `row_multiple`: a product of two rows rounds differently from one of four, also
+as the remainder of a larger one. `choose_tiles` finds by trying whether that is enough.
 """
 
 from __future__ import annotations
@@ -25,16 +27,15 @@ from service.engine.kv_cache import ZERO_BLOCK
 
 NAME = "moe_parity_paged"
 QUERY_TILE = 128  # queries of a prefill chunk attended at once: bounds the mask's size
-GROUP_ELEMENTS = 200_000  # elements of keys read in the time one more group takes to start (2 cores: about 40 us)
-FLASH_KV = 512  # KV rows torch's CPU flash kernel takes at a time (kvSplitSize in FlashAttentionKernel.cpp)
+KV_TILE = 64  # smallest step of the padded KV length
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How queries and KV lengths are padded; `invariant` says whether bit-equality was found with them."""
+    """Smallest step of KV lengths, multiple of query rows; `invariant`: whether bit-equality was found with them."""
 
     kv_tile: int
-    min_rows: int
+    row_multiple: int
     invariant: bool
 
 
@@ -59,7 +60,7 @@ class AttentionPlan:
 
     groups: tuple[Group, ...]
     tokens: int
-    min_rows: int
+    row_multiple: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,51 +80,39 @@ class Span:
     blocks: list[int]
 
 
-def plan(
-    spans: list[Span], block: int, heads: int, row: int, tiles: Tiles, device: torch.device
-) -> AttentionPlan:
+def padded_length(visible: int, tile: int) -> int:
+    """KV length with which a query that sees `visible` tokens is attended, a multiple of `tile`.
+
+    A step is `tile` up to 8 tiles and an eighth to a quarter of the length beyond, so that few lengths occur.
+    """
+    step = tile
+    while 8 * step < visible:
+        step *= 2
+    return _ceil(visible, step)
+
+
+def plan(spans: list[Span], block: int, heads: int, tiles: Tiles, device: torch.device) -> AttentionPlan:
     """Group the spans of a packed batch; decoding spans (one query) must come first, shortest first.
 
-    `heads` is the number of query heads that share one KV head, `row` the elements of one token's keys.
+    `heads` is the number of query heads that share one KV head.
     """
     decode = list(itertools.takewhile(lambda span: span.queries == 1, spans))
     groups, start = [], 0
-    for members in _similar(decode, tiles.kv_tile, GROUP_ELEMENTS / (tiles.kv_tile * row)):
-        groups.append(_decode_group(members, start, block, tiles.kv_tile, device))
+    for length, same in itertools.groupby(decode, lambda span: padded_length(span.kv_len, tiles.kv_tile)):
+        members = list(same)
+        groups.append(_decode_group(members, start, block, length, device))
         start += len(members)
     for span in spans[len(decode) :]:
-        for first in range(0, span.queries, QUERY_TILE):
-            count = min(QUERY_TILE, span.queries - first)
-            position = span.kv_len - span.queries + first  # of the tile's first query
-            groups.append(_prefill_group(span, start, position, count, block, heads, tiles.kv_tile, device))
-            start += count
-    return AttentionPlan(tuple(groups), start, tiles.min_rows)
+        position = span.kv_len - span.queries
+        while position < span.kv_len:
+            length = padded_length(position + 1, tiles.kv_tile)
+            count = min(QUERY_TILE, span.kv_len - position, length - position)
+            groups.append(_prefill_group(span, start, position, count, block, heads, length, device))
+            start, position = start + count, position + count
+    return AttentionPlan(tuple(groups), start, tiles.row_multiple)
 
 
-def _similar(spans: list[Span], tile: int, group_cost: float) -> list[list[Span]]:
-    """Split spans, ordered by length, into the groups of least cost.
-
-    A group costs `group_cost` plus its sequences times its longest member's tiles (all in tiles). Solved exactly over
-    the few distinct tile counts.
-    """
-    buckets = [(size, list(members)) for size, members in itertools.groupby(spans, lambda s: -(-s.kv_len // tile))]
-    best: list[tuple[float, int]] = [(0.0, 0)]  # cost of the first j buckets, and where the last group begins
-    for j, (size, _) in enumerate(buckets):
-        options, sequences = [], 0
-        for first in range(j, -1, -1):
-            sequences += len(buckets[first][1])
-            options.append((best[first][0] + group_cost + sequences * size, first))
-        best.append(min(options))
-    groups, end = [], len(buckets)
-    while end:
-        first = best[end][1]
-        groups.append([span for _, members in buckets[first:end] for span in members])
-        end = first
-    return groups[::-1]
-
-
-def _decode_group(spans: list[Span], start: int, block: int, tile: int, device: torch.device) -> Group:
-    length = _ceil(max(span.kv_len for span in spans), tile)
+def _decode_group(spans: list[Span], start: int, block: int, length: int, device: torch.device) -> Group:
     width = length // block
     table = np.full((len(spans), width), ZERO_BLOCK, dtype=np.int64)
     for row, span in zip(table, spans, strict=True):
@@ -135,9 +124,8 @@ def _decode_group(spans: list[Span], start: int, block: int, tile: int, device: 
                  torch.from_numpy(mask[:, None, None, :]).to(device))
 
 
-def _prefill_group(span: Span, start: int, position: int, count: int, block: int, heads: int, tile: int,
+def _prefill_group(span: Span, start: int, position: int, count: int, block: int, heads: int, length: int,
                    device: torch.device) -> Group:
-    length = _ceil(position + count, tile)
     table = np.full(length // block, ZERO_BLOCK, dtype=np.int64)
     used = -(-(position + count) // block)
     table[:used] = span.blocks[:used]
@@ -180,10 +168,10 @@ def attend(paged: PagedContext, query: Tensor, layer: int, scaling: float) -> Te
         v = v_pool.index_select(0, group.table).view(n, -1, kv.heads, dim).transpose(1, 2)
         q = rows[group.start : group.start + n * q_count]
         if q_count == 1:
-            out = sdpa(q, k, v, group.mask, scaling, steps.min_rows).reshape(n, width)
+            out = sdpa(q, k, v, group.mask, scaling, steps.row_multiple).reshape(n, width)
         else:
             q = q.transpose(0, 1).reshape(1, kv.heads, q_count * per_kv, dim)
-            out = sdpa(q, k, v, group.mask, scaling, steps.min_rows)
+            out = sdpa(q, k, v, group.mask, scaling, steps.row_multiple)
             out = out.view(kv.heads, q_count, per_kv, dim).transpose(0, 1).reshape(q_count, width)
         parts.append(out)
     if steps.tokens < tokens:
@@ -191,68 +179,82 @@ def attend(paged: PagedContext, query: Tensor, layer: int, scaling: float) -> Te
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, min_rows: int) -> Tensor:
-    """SDPA with at least `min_rows` query rows: products with fewer take other code paths and round differently."""
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, row_multiple: int) -> Tensor:
+    """SDPA with query rows padded to a multiple of `row_multiple`."""
     rows = q.shape[2]
-    if rows >= min_rows:
+    missing = -rows % row_multiple
+    if not missing:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-    q = F.pad(q, (0, 0, 0, min_rows - rows))
+    q = F.pad(q, (0, 0, 0, missing))
     if mask.shape[2] != 1:
-        mask = torch.cat([mask, mask[:, :, -1:].expand(-1, -1, min_rows - rows, -1)], dim=2)
+        mask = torch.cat([mask, mask[:, :, -1:].expand(-1, -1, missing, -1)], dim=2)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)[:, :, :rows]
 
 
 @lru_cache(maxsize=32)
 def choose_tiles(kv_heads: int, per_kv: int, head_dim: int, dtype: torch.dtype, block: int,
                  device_type: str = "cpu") -> Tiles:
-    """The smallest (kv_tile, min_rows) for which SDPA gives the same bits however a query is batched.
+    """The least multiple of query rows for which SDPA gives the same bits however a query is batched, found by trying.
 
-    Tried on random data: a lone query padded to its own tile, against the same query padded to every longer length,
-    in a batch of several, and as the first and last row of chunks of several sizes. Where nothing holds, `invariant`
-    is False and the engine's results agree to rounding only.
+    Where nothing holds, `invariant` is False and the engine's results agree to rounding only.
     """
-    for min_rows, tile in itertools.product((1, 8, 16), (64, 128, 256, FLASH_KV)):
-        if tile % block == 0 and _bit_equal(kv_heads, per_kv, head_dim, dtype, tile, min_rows, device_type):
-            return Tiles(tile, min_rows, True)
-    return Tiles(_ceil(64, block), 8, False)
+    tile = _ceil(KV_TILE, block)
+    for row_multiple in (1, 4, 8, 16):
+        if _bit_equal(kv_heads, per_kv, head_dim, dtype, tile, row_multiple, device_type):
+            return Tiles(tile, row_multiple, True)
+    return Tiles(tile, 4, False)
 
 
 @torch.inference_mode()
-def _bit_equal(kv_heads: int, per_kv: int, dim: int, dtype: torch.dtype, tile: int, min_rows: int,
+def _bit_equal(kv_heads: int, per_kv: int, dim: int, dtype: torch.dtype, tile: int, row_multiple: int,
                device_type: str) -> bool:
+    """Whether a query alone equals the same query in a batch of five and first, amid and last in chunks."""
     generator = torch.Generator().manual_seed(0)
-    longest = FLASH_KV + tile
-    shape = (kv_heads, longest, dim)
-    k = torch.randn(shape, generator=generator).to(device_type, dtype)
-    v = torch.randn(shape, generator=generator).to(device_type, dtype)
-    queries = (torch.randn(kv_heads, longest, per_kv, dim, generator=generator) * 2).to(device_type, dtype)
-    columns = torch.arange(longest, device=device_type)
+    kv_heads = min(kv_heads, 2)  # heads do not meet
 
-    def attend(first: int, count: int, length: int, batch: int = 1) -> Tensor:
-        q = queries[:, first : first + count].reshape(1, kv_heads, count * per_kv, dim).expand(batch, -1, -1, -1)
+    def attend(q: Tensor, k: Tensor, v: Tensor, first: int, batch: int = 1) -> Tensor:
+        count, length = q.shape[1], k.shape[1]
         rows = torch.arange(first, first + count, device=device_type).repeat_interleave(per_kv)
-        mask = (columns[:length] <= rows[:, None])[None, None]
-        out = sdpa(q, k[None, :, :length].expand(batch, -1, -1, -1), v[None, :, :length].expand(batch, -1, -1, -1),
-                    mask, dim**-0.5, min_rows)
-        return out[-1].view(kv_heads, count, per_kv, dim)
+        mask = (torch.arange(length, device=device_type) <= rows[:, None])[None, None]
+        many = [x[None].expand(batch, -1, -1, -1) for x in (q.reshape(kv_heads, count * per_kv, dim), k, v)]
+        return sdpa(many[0], many[1], many[2], mask, dim**-0.5, row_multiple)[-1].view(kv_heads, count, per_kv, dim)
 
-    for position in (3, tile // 2 + 1, tile - 1, tile + 5, 2 * tile + 7, FLASH_KV - 2, FLASH_KV + 3):
-        if position >= longest:
-            continue
-        own = attend(position, 1, _ceil(position + 1, tile))
-        for length in range(_ceil(position + 1, tile), longest + 1, tile):
-            if not torch.equal(own, attend(position, 1, length)):
+    for length in (tile, 2 * tile, 3 * tile, 5 * tile, 8 * tile, 10 * tile, 12 * tile):
+        begin = max(n for n in range(length) if padded_length(n + 1, tile) != length) + 1 if length > tile else 0
+        for position in (begin, begin + 5, (begin + length) // 2, length - 1):
+            q, k, v = (x.to(device_type, dtype) for x in _sensitive(generator, kv_heads, per_kv, dim, length, position))
+            own = attend(q[:, position : position + 1], k, v, position)
+            if not torch.equal(own, attend(q[:, position : position + 1], k, v, position, batch=5)):
                 return False
-        if not torch.equal(own, attend(position, 1, _ceil(position + 1, tile), batch=5)):
-            return False
-        for count in (2, 3, 5, 8, 17, 33, 64, 128):
-            first = position - count + 1
-            if first >= 0 and not torch.equal(own, attend(first, count, _ceil(position + 1, tile))[:, -1:]):
-                return False
-            if position + count <= longest and not torch.equal(
-                    own, attend(position, count, _ceil(position + count, tile))[:, :1]):
-                return False
+            for count in (2, 3, 5, 8, 17, 33, 64, QUERY_TILE):
+                for first in {position, position - count // 2, position - count + 1}:
+                    if first >= begin and first + count <= length:
+                        out = attend(q[:, first : first + count], k, v, first)
+                        if not torch.equal(own[:, 0], out[:, position - first]):
+                            return False
     return True
+
+
+def _sensitive(generator: torch.Generator, kv_heads: int, per_kv: int, dim: int, length: int,
+               position: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [kv_heads, length, per_kv, dim], keys and values whose sums cancel for the query at `position`.
+
+    What is left of them is rounding alone, so that another order of summation shows in nearly every element; on plain
+    random data one BF16 result in a thousand tells.
+    """
+    def wide(*shape: int, spread: int) -> Tensor:
+        exponents = torch.randint(0, spread, shape, generator=generator)
+        return torch.randn(shape, generator=generator) * 2.0**exponents
+
+    half = (dim + 1) // 2
+    q, k = wide(kv_heads, length, per_kv, half, spread=11), wide(kv_heads, length, half, spread=8)
+    q, k = torch.cat([q, q], -1)[..., :dim], torch.cat([k, -k], -1)[..., :dim]
+    v = wide(kv_heads, length, dim, spread=12)
+    seen = torch.randperm(position + 1, generator=generator)
+    middle = (position + 1) // 2
+    v[:, seen[middle : 2 * middle]] = -v[:, seen[:middle]]
+    q[:, position, per_kv // 2 :] = 0.0  # weighs all alike, so that the values cancel; the others' scores do
+    return q, k, v
 
 
 def register() -> None:

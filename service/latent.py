@@ -53,14 +53,14 @@ def latent_attention(
     masks = indices.masks if indices is not None else (None,) * len(plan.groups)
     parts = []
     for group, chosen in zip(plan.groups, masks, strict=True):
-        parts += _attend_group(module, kv, layer, rows, group, chosen, scaling, plan.min_rows)
+        parts += _attend_group(module, kv, layer, rows, group, chosen, scaling, plan.row_multiple)
     if plan.tokens < tokens:
         parts.append(query.new_zeros(tokens - plan.tokens, heads, parts[0].shape[-1]))
     return torch.cat(parts)[None], None
 
 
 def _attend_group(module: Any, kv: PagedLatent, layer: int, rows: Tensor, group: Group, chosen: Tensor | None,
-                  scaling: float, min_rows: int) -> list[Tensor]:
+                  scaling: float, row_multiple: int) -> list[Tensor]:
     """Outputs [queries, heads, v_dim] of a group's packed rows, in parts that bound what is expanded at once."""
     n, count, length = group.sequences, group.queries, group.mask.shape[-1]
     width = length // kv.block
@@ -76,12 +76,12 @@ def _attend_group(module: Any, kv: PagedLatent, layer: int, rows: Tensor, group:
         mask = group.mask[first : first + some]
         if chosen is not None:
             mask = mask & chosen[first : first + some].unsqueeze(1)
-        attended = attend(q, key, value, mask, scaling, min_rows)
+        attended = attend(q, key, value, mask, scaling, row_multiple)
         out.append(attended.transpose(1, 2).reshape(some * count, *attended.shape[1:2], -1))
     return out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, min_rows: int) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, row_multiple: int) -> Tensor:
     """SDPA of q, k [..., qk_dim] and v [..., v_dim]; on a CPU the narrower are padded with zeros.
 
     torch's fused CPU kernel takes one head size only, and its plain path rounds by batch shape. Zeros change nothing.
@@ -89,7 +89,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, min_ro
     wide, dim = max(q.shape[-1], v.shape[-1]), v.shape[-1]
     if q.device.type == "cpu":
         q, k, v = (F.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
-    return sdpa(q, k, v, mask, scaling, min_rows)[..., :dim]
+    return sdpa(q, k, v, mask, scaling, row_multiple)[..., :dim]
 
 
 def select(scores: Tensor, visible: Tensor, count: int) -> Tensor:

@@ -38,7 +38,7 @@ def padded_tokens(tokens: int) -> int:
 
 
 def pack(
-    chunks: list[Chunk], block: int, heads_per_kv: int, row: int, tiles: Tiles, device: torch.device
+    chunks: list[Chunk], block: int, heads_per_kv: int, tiles: Tiles, device: torch.device
 ) -> Batch:
     """Build the batch; reorders the chunks (decoding ones first, shortest first), which no result depends on."""
     chunks = sorted(chunks, key=lambda c: (c.count > 1, c.sequence.computed))
@@ -65,5 +65,5 @@ def pack(
     return Batch(
         chunks, starts, total,
         torch.from_numpy(ids).to(device)[None], torch.from_numpy(positions).to(device)[None],
-        torch.from_numpy(slots).to(device), plan(spans, block, heads_per_kv, row, tiles, device),
+        torch.from_numpy(slots).to(device), plan(spans, block, heads_per_kv, tiles, device),
     )

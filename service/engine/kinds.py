@@ -16,7 +16,7 @@ from service.engine.kv_cache import PagedKV, PagedLatent
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """`name` as registered with transformers; `heads_per_kv` query heads share what a group reads `row` elements of.
+    """`name` as registered with transformers; `heads_per_kv` query heads share a KV head.
 
     `inputs` go to the model's forward beside the packed batch. `sparse_from`: context length from which not every
     token is attended to (DSA), None: never.
@@ -27,7 +27,6 @@ class AttentionKind:
     tiles: Tiles
     dtype: torch.dtype
     heads_per_kv: int
-    row: int
     inputs: Mapping[str, Any] = field(default_factory=dict)
     sparse_from: int | None = None
 
@@ -57,7 +56,7 @@ def _grouped(model: Any, blocks: int, block: int) -> AttentionKind:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     tiles = attention.choose_tiles(kv_heads, heads // kv_heads, head_dim, weight.dtype, block, weight.device.type)
     kv = PagedKV(config.num_hidden_layers, blocks, block, kv_heads, head_dim, weight.dtype, weight.device)
-    return AttentionKind(attention.NAME, kv, tiles, weight.dtype, heads // kv_heads, kv_heads * head_dim)
+    return AttentionKind(attention.NAME, kv, tiles, weight.dtype, heads // kv_heads)
 
 
 def _latent(model: Any, blocks: int, block: int) -> AttentionKind:
@@ -77,6 +76,5 @@ def _latent(model: Any, blocks: int, block: int) -> AttentionKind:
         # Given as a dict, the mask is taken as it is: transformers builds none. The paged indexer does not read it.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=weight.device)
         inputs["attention_mask"] = dict.fromkeys({*config.layer_types, "indexed_attention"}, mask)
-    row = first.num_heads * (first.qk_head_dim + first.v_head_dim)
-    return AttentionKind(latent.NAME, kv, tiles, weight.dtype, 1, row, inputs,
+    return AttentionKind(latent.NAME, kv, tiles, weight.dtype, 1, inputs,
                          config.index_topk if indexers else None)

@@ -11,7 +11,7 @@ import torch
 from service.engine.engine import Engine
 from service.engine.types import GenerationRequest, SamplingParams, StepEvent
 
-LENGTHS = (3, 17, 40, 66)
+LENGTHS = (3, 17, 40, 66, 300)
 SPARSE_BEYOND = 41  # tokens
 NEW_TOKENS = 6
 TIMEOUT = 300.0  # seconds for one round
@@ -36,10 +36,10 @@ class Probe:
 
 
 def run_probe(engine: Engine, rounds: int = 2) -> Probe:
-    """Greedy answers to four random prompts, alone and together, `rounds` times; the engine must be running.
+    """Greedy answers to five random prompts, alone and together, `rounds` times; the engine must be running.
 
     Prompts that do not fit the engine's limits are shortened. Takes about 80 small steps. A model with sparse attention
-    gets a fifth prompt, long enough that tokens are left out.
+    gets another prompt, long enough that tokens are left out.
     """
     generator = torch.Generator().manual_seed(20)
     longest = max(1, engine.max_model_len - NEW_TOKENS)

@@ -116,7 +116,7 @@ class ModelRunner:
 
     def pack(self, chunks: list[Chunk]) -> Batch:
         """Flat tensors for a step."""
-        return pack(chunks, self.block, self.kind.heads_per_kv, self.kind.row, self.tiles, self.device)
+        return pack(chunks, self.block, self.kind.heads_per_kv, self.tiles, self.device)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Final hidden states [T, hidden] of all packed rows, padding included; writes the KV pool."""

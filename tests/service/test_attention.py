@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service import attention
-from service.attention import PagedContext, Span, Tiles, choose_tiles, paged_attention, plan
+from service.attention import PagedContext, Span, Tiles, choose_tiles, padded_length, paged_attention, plan
 from service.engine.batch import ROW_MULTIPLE, padded_tokens
 from service.engine.kv_cache import ZERO_BLOCK, BlockPool, PagedKV
 
@@ -60,7 +63,7 @@ def test_equals_plain_attention(spans, shape, block: int, seed: int) -> None:
         slots += [blocks[p // block] * block + p % block for p in range(length - n, length)]
     kv.slots = torch.tensor(slots)
     assert kv.update(key, value, 0) == (key, value)
-    steps = plan(made, block, per_kv, kv_heads * dim, Tiles(64, 1, True), CPU)
+    steps = plan(made, block, per_kv, Tiles(64, 1, True), CPU)
     module = SimpleNamespace(layer_idx=0)
     out, weights = paged_attention(module, query, key, value, None, dim**-0.5, paged=PagedContext(kv, steps))
     assert weights is None and out.shape == (1, padded, kv_heads * per_kv, dim)
@@ -78,48 +81,65 @@ def test_equals_plain_attention(spans, shape, block: int, seed: int) -> None:
 
 def test_long_chunks_are_tiled_and_lengths_grouped() -> None:
     blocks = list(range(1, 100))
-    decode = [Span(1, n, blocks) for n in (3, 60, 100, 130, 600, 700)]
-    steps = plan([*decode, Span(300, 400, blocks)], 16, 2, 10**9, Tiles(64, 1, True), CPU)
+    decode = [Span(1, n, blocks) for n in (3, 60, 100, 130, 600, 700, 760)]
+    steps = plan([*decode, Span(300, 400, blocks)], 16, 2, Tiles(64, 1, True), CPU)
     sizes = [(g.start, g.sequences, g.queries, g.mask.shape[-1]) for g in steps.groups]
     assert sizes == [
-        (0, 2, 1, 64), (2, 1, 1, 128), (3, 1, 1, 192), (4, 1, 1, 640), (5, 1, 1, 704),
-        (6, 1, 128, 256), (134, 1, 128, 384), (262, 1, 44, 448),
+        (0, 2, 1, 64), (2, 1, 1, 128), (3, 1, 1, 192), (4, 1, 1, 640), (5, 2, 1, 768),
+        (7, 1, 28, 128), (35, 1, 64, 192), (99, 1, 64, 256), (163, 1, 64, 320), (227, 1, 64, 384), (291, 1, 16, 448),
     ]  # fmt: skip
-    assert steps.tokens == 306
+    assert steps.tokens == 307
     # Only blocks that hold visible tokens are read; padding reads the zero block.
     assert steps.groups[0].table.view(2, 4)[0].tolist() == [1] + [ZERO_BLOCK] * 3
 
 
-@given(st.lists(st.integers(1, 900), min_size=1, max_size=9), st.sampled_from([0.5, 3.0, 25.0]))
-def test_grouping_is_the_cheapest(lengths: list[int], cost: float) -> None:
-    """Against every way to cut the ordered list."""
-    spans = [Span(1, n, []) for n in sorted(lengths)]
-
-    def price(groups: list[list[Span]]) -> float:
-        return sum(cost + len(g) * -(-max(s.kv_len for s in g) // 64) for g in groups)
-
-    def cuts(rest: list[Span]) -> list[list[list[Span]]]:
-        if not rest:
-            return [[]]
-        return [[rest[:i], *tail] for i in range(1, len(rest) + 1) for tail in cuts(rest[i:])]
-
-    groups = attention._similar(spans, 64, cost)
-    assert [s for g in groups for s in g] == spans
-    assert price(groups) == min(price(c) for c in cuts(spans))
+@given(st.integers(1, 200_000), st.sampled_from([64, 96, 128]))
+def test_padded_length(visible: int, tile: int) -> None:
+    """Covers what is seen, in whole tiles, with less than a tile or a quarter to spare, and never shrinks."""
+    length = padded_length(visible, tile)
+    assert length >= visible and length % tile == 0 and length - visible < max(tile, visible / 4)
+    assert padded_length(length, tile) == length and padded_length(visible + 1, tile) >= length
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 64), (2, 2, 32), (8, 12, 128)])
-def test_bf16_tiles_are_bit_invariant(shape: tuple[int, int, int]) -> None:
+@given(st.data())
+def test_a_query_meets_one_kv_length_only(data: st.DataObject) -> None:
+    """However the spans fall: the mask's width follows from the query's own position. Its masked part rounds, too."""
+    decode = sorted(data.draw(st.lists(st.integers(1, 1500), max_size=6)))
+    chunk = data.draw(st.integers(2, 700))
+    end = data.draw(st.integers(chunk, 1500))
+    spans = [*(Span(1, n, list(range(1, 100))) for n in decode), Span(chunk, end, list(range(1, 100)))]
+    seen = 0
+    for group in plan(spans, 16, 1, Tiles(64, 1, True), CPU).groups:
+        visible = group.mask.sum(-1).flatten().tolist()
+        assert {padded_length(n, 64) for n in visible} == {group.mask.shape[-1]}
+        seen += len(visible)
+    assert seen == len(decode) + chunk
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(2, 4, 64), (4, 2, 64), (2, 2, 32), (8, 12, 128), (4, 1, 256)])
+def test_attention_is_bit_invariant(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """What the engine's batch invariance rests on; found by trying on this machine, not assumed."""
-    assert choose_tiles(*shape, torch.bfloat16, 16) == Tiles(64, 1, True)
+    multiple = 1 if shape[1] % 4 == 0 else 4
+    assert choose_tiles(*shape, dtype, 16) == Tiles(64, multiple, True)
 
 
-def test_fp32_rounding_is_detected() -> None:
-    """torch's FP32 attention does depend on batch shape for small heads; the probe must see that."""
-    assert not choose_tiles(2, 2, 32, torch.float32, 16).invariant
+def test_the_trial_sees_what_breaks_invariance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows where others have four, and a KV length that depends on others in the batch."""
+    assert not attention._bit_equal(4, 2, 64, torch.bfloat16, 64, 1, "cpu")
+    assert attention._bit_equal(2, 4, 64, torch.bfloat16, 64, 1, "cpu")
+    sdpa, turn = attention.sdpa, itertools.cycle((0, 64))
+
+    def longer(q: Any, k: Any, v: Any, mask: Any, *rest: Any) -> Any:
+        extra = next(turn)
+        k, v = (F.pad(x, (0, 0, 0, extra)) for x in (k, v))
+        return sdpa(q, k, v, F.pad(mask, (0, extra)), *rest)
+
+    monkeypatch.setattr(attention, "sdpa", longer)
+    assert not attention._bit_equal(2, 4, 64, torch.bfloat16, 64, 1, "cpu")
 
 
-def test_min_rows_padding_changes_no_result() -> None:
+def test_padded_rows_change_no_result() -> None:
     q, k, v = (torch.randn(3, 2, n, 16) for n in (2, 64, 64))
     mask = torch.rand(3, 1, 1, 64) < 0.5
     mask[..., 0] = True

@@ -13,6 +13,7 @@ from tests.service.engine_tools import GREEDY, Running, generate, loaded_stock, 
 hf = pytest.importorskip("moe_kernels.hf")
 
 LENGTHS = [3, 21, 64, 65, 9, 130, 40, 1, 77, 33]
+LONG = [940, 640, 400, 290]
 FP32_BOUND = 2e-5  # stated bound for FP32 models, where torch's attention rounds by batch shape
 
 
@@ -55,6 +56,16 @@ def test_alone_equals_any_batch(model) -> None:
     *evicted, preemptions = run(model, prompts, kv_blocks=16, max_batch_tokens=64)
     assert preemptions > 0
     assert evicted == list(together[:2])
+
+
+def test_long_prompts_too(model) -> None:
+    """Beyond 128 tokens torch's attention sums the keys in panels cut by the padded KV length."""
+    prompts = prompts_of(LONG)
+    together = run(model, prompts)
+    for config in (dict(max_batch_tokens=100), dict(max_seqs=1), dict(kv_blocks=100)):
+        *other, preemptions = run(model, prompts, **config)
+        assert other == list(together[:2]), f"differs with {config}"
+        assert preemptions > 0 or "kv_blocks" not in config
 
 
 def test_sampling_is_seeded_and_batch_independent(model) -> None:
