@@ -25,7 +25,7 @@ import triton
 
 from moe_kernels import bench, ops
 from moe_kernels.ops import attention, runtime
-from moe_kernels.ops.linear import Tile, tile_of
+from moe_kernels.ops.linear import Tile, streams, tile_of
 
 AIR = {"qkv": (14336, 4096), "o": (4096, 12288), "gate_up": (2816, 4096), "down": (4096, 1408),
        "lm_head": (151552, 4096)}
@@ -33,6 +33,7 @@ HEADS, KV_HEADS, DIM, PAGE, HIDDEN = 96, 8, 128, 16, 4096
 ROWS: list[dict[str, Any]] = []
 READ = 4.47e12  # replaced by what this run measures
 DEADLINE = 0.0
+DEFAULTS = False  # --defaults: time what the model uses and no other candidate
 
 
 def keep(op: str, us: tuple[float, float, float], nbytes: float = 0, flops: float = 0, **detail: object) -> None:
@@ -78,6 +79,8 @@ def call_of(layer: Any, tokens: int, seed: int = 0) -> Callable[[], object]:
 
 def tiles(kind: str, tokens: int) -> list[Tile]:
     """Candidates."""
+    if DEFAULTS:
+        return [tile_of(tokens, 1 if kind == "fp8" else 2, streams(torch.device("cuda")))]
     base = tile_of(tokens, 1 if kind == "fp8" else 2)
     if tokens > 128:
         return [Tile(64, 128, 4, 4), Tile(128, 128, 8, 4)] if kind == "fp8" else [Tile(64, 128, 4, 3)]
@@ -180,7 +183,7 @@ DECODES = [(chunk, {"BN": bn, "STAGES": s, "num_warps": w}) for chunk, bn, s, w 
 def decodes() -> None:
     """Split sizes and tiles against batch."""
     for batch, length, count in ((1, 1536, 16), (8, 1536, 8), (32, 1536, 3), (128, 1536, 1)):
-        for chunk, config in DECODES:
+        for chunk, config in [(attention.CHUNK, attention.DECODE)] if DEFAULTS else DECODES:
             if time.time() > DEADLINE:
                 return
             attention.CHUNK, attention.DECODE = chunk, config
@@ -279,12 +282,14 @@ PHASES = {"layer": layers, "rest": rest, "linear": linears, "decode": decodes, "
 
 def main() -> None:
     """Run the phases asked for; each may fail alone."""
-    global READ, DEADLINE
+    global READ, DEADLINE, DEFAULTS
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--phases", default="layer,rest,linear,decode,prefill")
     parser.add_argument("--budget", type=float, default=150)
+    parser.add_argument("--defaults", action="store_true", help="no sweep: the tiles that the model uses")
     args = parser.parse_args()
+    DEFAULTS = args.defaults
     began = time.time()
     DEADLINE = began + args.budget
     args.out.mkdir(parents=True, exist_ok=True)
@@ -296,7 +301,7 @@ def main() -> None:
         tasks += [("decode", b, *d) for b in (1, 8) for d in DECODES]
     if "prefill" in wanted:
         tasks += [("prefill", p) for p in PREFILLS]
-    if tasks:
+    if tasks and not DEFAULTS:
         precompile(tasks)
     READ = bench.measure_ceilings(torch.device("cuda")).read
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, f"{READ / 1e12:.2f} TB/s", flush=True)

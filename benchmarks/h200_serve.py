@@ -9,6 +9,7 @@ only. `--out` gets h200-serve.json (rows as issue 7 names them), h200-serve.deta
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -64,13 +65,11 @@ def read_bandwidth() -> float:
 
 
 def compile_experts() -> None:
-    """The MoE kernels of both models, compiled in parallel processes into Triton's cache."""
+    """The large model's MoE kernels, compiled in parallel processes into Triton's cache ("warm" is for the other)."""
     from benchmarks import h200_tune
-    from moe_kernels.bench import SHAPES, BenchShape
+    from moe_kernels.bench import SHAPES
 
-    SHAPES["embedded"] = BenchShape("embedded", 256, 128, 32, 4, 2.5)
     tasks = h200_tune.forward_tasks(SHAPES["glm-4.5-air"], "fp8", [1, 8, 16, 32, 64, 128, 1024, 4096, 8192])
-    tasks += h200_tune.forward_tasks(SHAPES["mini"], "fp8", [1, 8, 16, 32, 64, 128, 256, 1024, 4096])
     h200_tune.precompile(list(dict.fromkeys(tasks)))
 
 
@@ -96,7 +95,8 @@ def main() -> None:
     from benchmarks import h200_serve_mini as mini
 
     phases = {"compile": lambda r, a: compile_experts(), "mini": mini.correctness, "throughput": mini.throughput,
-              "peer": mini.peer, "http": mini.over_http, "air": air.run, "profile": air.profile, "look": air.look}
+              "peer": mini.peer, "http": mini.over_http, "air": air.run, "profile": air.profile, "look": air.look,
+              "long": air.long, "bf16": air.bf16_attention, "warm": mini.warm}
     for name in args.phases.split(","):
         began = time.time()
         try:
@@ -106,6 +106,8 @@ def main() -> None:
             report.detail[f"{name}_error"] = traceback.format_exc()[-1500:]
         report.say(f"phase {name}: {time.time() - began:.1f} s")
         report.save()
+        gc.unfreeze()  # a phase may have frozen what it loaded
+        gc.collect()
         torch.cuda.empty_cache()
     report.save()
 

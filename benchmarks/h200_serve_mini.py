@@ -18,11 +18,13 @@ from evals.mini.evaluate import MAX_NEW_TOKENS, extract
 from moe_kernels import embedded
 from moe_kernels.hf import load_model
 from service import attention
+from service.api.launch import settle
 from service.bench.rounds import paired_ratio
 from service.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.types import GenerationRequest, SamplingParams, StepEvent
 from service.gpu.forward import ChunkRows
+from service.gpu.prefill import PrefillSteps
 from service.tokenizer import Tokenizer
 
 STOP = ("\n\nQuestion:",)
@@ -160,31 +162,71 @@ def steps_agree(engine: Engine) -> dict[str, Any]:
     }
 
 
+SETTINGS: dict[str, Any] = dict(max_seqs=256, max_batch_tokens=8192, graph_sizes=(1, 8, 32, 64, 128, 192, 256),
+                                max_model_len=1024, admit_interval=0.02)
+
+
+def warm(report: Any, args: Any) -> None:
+    """Start the engine that `throughput` and `http` measure and answer once: Triton's cache then holds its kernels."""
+    tokenizer = Tokenizer.load(embedded.resolve("mini"))
+    prompts, _ = texts(tokenizer, 300)
+    ask: dict[str, Any] = dict(max_tokens=8, temperature=0.0, stop=STOP)
+    began = time.time()
+    engine = engine_of(mini("fp8/triton", "cuda"), tokenizer, **SETTINGS)
+    engine.call(lambda: engine.runner.add_variant("fp8/triton:bias=bf16,scales=copied"))
+    answer(engine, prompts, **ask)
+    answer(engine, prompts, **ask, logprobs=2)
+    engine.stop()
+    report.detail["mini_warm_seconds"] = time.time() - began
+
+
 def throughput(report: Any, args: Any) -> None:
     """Tokens a second of the embedded model through the engine, and 1,319 items three times."""
     tokenizer = Tokenizer.load(embedded.resolve("mini"))
     prompts, right = texts(tokenizer, 1319)
     ask: dict[str, Any] = dict(max_tokens=MAX_NEW_TOKENS, temperature=0.0, stop=STOP)
-    sizes = (1, 8, 32, 64, 128, 192, 256)
-    engine = engine_of(mini("fp8/triton", "cuda"), tokenizer, max_seqs=256, max_batch_tokens=8192, graph_sizes=sizes,
-                       max_model_len=1024, admit_interval=0.02)
+    began = time.time()
+    engine = engine_of(mini("fp8/triton", "cuda"), tokenizer, **SETTINGS)
+    report.detail["mini_start_seconds"] = time.time() - began
     report.detail["mini_steps"] = engine.call(lambda: steps_agree(engine))
-    report.say(report.detail["mini_steps"])
+    report.say(f"engine up in {report.detail['mini_start_seconds']:.1f} s", report.detail["mini_steps"])
     number = engine.call(lambda: engine.runner.add_variant("fp8/triton:bias=bf16,scales=copied"))
     answer(engine, prompts[:600], **ask)
+    settle()  # as the service does after loading
     runs = []
+    said: dict[str, list[str]] = {}
     for name, variant in (("A", 0), ("A again", 0), ("B", number)):
         engine.call(lambda v=variant: engine.runner.use(v))
+        steps = engine.counters.steps
         events, seconds = answer(engine, prompts, **ask)
         tokens = sum(e.completion_tokens for e in events)
         correct = sum(extract(e.text_delta) == r for e, r in zip(events, right, strict=True))
-        runs.append({"run": name, "seconds": seconds, "tokens": tokens, "tok_s": tokens / seconds, "correct": correct})
+        runs.append({"run": name, "seconds": seconds, "tokens": tokens, "tok_s": tokens / seconds, "correct": correct,
+                     "steps": engine.counters.steps - steps})
+        said[name] = [e.text_delta for e in events]
         report.say(runs[-1])
+    engine.call(lambda: engine.runner.use(0))
+    engine.call(lambda: engine.runner._prefills.__setitem__(0, no_prefills(engine)))
+    events, seconds = answer(engine, prompts, **ask)
+    tokens = sum(e.completion_tokens for e in events)
+    packed = {"run": "A, prefill not captured", "seconds": seconds, "tokens": tokens, "tok_s": tokens / seconds,
+              "texts_as_captured": sum(a == e.text_delta for a, e in zip(said["A again"], events, strict=True))}
+    events, seconds = answer(engine, prompts, **ask, logprobs=2)
+    tokens = sum(e.completion_tokens for e in events)
+    asked = {"run": "A, prefill not captured, logprobs 2", "seconds": seconds, "tok_s": tokens / seconds}
+    report.say(packed, asked)
     engine.stop()
-    report.detail["mini_throughput"] = {"runs": runs, "through": "the engine, without HTTP",
+    same = sum(a == b for a, b in zip(said["A"], said["A again"], strict=True))
+    report.detail["mini_throughput"] = {"runs": runs, "through": "the engine, without HTTP", "same_texts_again": same,
+                                        "others": [packed, asked],
                                         "three_runs_seconds": sum(r["seconds"] for r in runs)}
     report.rows.append(_row("glm4moe-mini embedded", "fp8/triton", 256, runs[1]["tok_s"],
                             "goal 30,000 tok/s", runs[1]["tok_s"] / 30_000))
+
+
+def no_prefills(engine: Engine) -> PrefillSteps:
+    """Takes no prefill: all are packed and launched kernel by kernel, as before there were captured ones."""
+    return PrefillSteps(engine.runner.forward, engine.runner.rows, [], graphs=False)
 
 
 def _row(model: str, variant: str, concurrency: int, tok_s: float, baseline: str, ratio: float | None,
@@ -240,29 +282,33 @@ def peer(report: Any, args: Any) -> None:
 
 def over_http(report: Any, args: Any) -> None:
     """`evals run gsm8k-mini` over HTTP, A, A again and B, on this GPU; needs the packages of both."""
+    import json
     import os
     import subprocess
     import sys
 
-    began = time.time()
     out = Path(tempfile.mkdtemp()) / "evals-run"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+           "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "evals.cli", "run", "gsm8k-mini", "--model", "mini", "--baseline", "fp8/triton",
-               "--candidate", "fp8/triton:bias=bf16,scales=copied", "--out", str(out), "--concurrency", "256"]
+               "--candidate", "fp8/triton:bias=bf16,scales=copied", "--out", str(out), "--concurrency", "256",
+               "--parallel-servers"]
     for option in ("--device=cuda", "--max-seqs=256", "--max-model-len=1024", "--graph-sizes=1,8,32,64,128,192,256"):
         command.append(f"--server-arg={option}")
-    marks: dict[str, float] = {}
+    began = time.time()
+    lines: list[tuple[float, str]] = []
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        tail = []
-        for line in process.stdout or ():
-            tail.append(line)
-            words = line.strip()
-            if "starting the server" in words or words.endswith(("131/1319", "1319/1319")):
-                marks[words[:60]] = time.time() - began
+        lines = [(round(time.time() - began, 2), line.rstrip()[:200]) for line in process.stdout or ()]
     seconds = time.time() - began
-    report.say("".join(tail)[-1500:], marks, f"{seconds:.1f} s")
-    report.detail["evals_run"] = {"exit": process.returncode, "seconds": seconds, "marks": marks,
-                                  "command": command[1:], "report": "".join(tail)[-3000:]}
+    report.say("\n".join(f"{at:6.1f} {line}" for at, line in lines)[-2500:], f"{seconds:.1f} s")
+    detail: dict[str, Any] = {"exit": process.returncode, "seconds": seconds, "command": command[1:],
+                              "lines": lines[:80] + lines[-40:]}
+    report.detail["evals_run"] = detail
+    if (out / "run.json").is_file():
+        detail["timing"] = json.loads((out / "run.json").read_text())["meta"].get("timing")
+        report.say(detail["timing"])
+    for log in sorted((out / "logs").glob("*.log")):
+        detail[f"log_{log.stem}"] = log.read_text()[:2500]
     for name in ("report.json", "report.md"):
         if (out / name).is_file():
             (report.out / f"evals-{name}").write_text((out / name).read_text())

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,18 @@ def load(options: Options, path: Path, name: str) -> Loaded:
     # cores its workers no longer spin but sleep: decoding took twice as long. So only the engine's thread gets a team.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    marks = [time.monotonic()]
     model, tokenizer, settings = load_weights(options, path)
+    marks.append(time.monotonic())
     engine = Engine(model, tokenizer, settings)
     engine.start(threads)
+    marks.append(time.monotonic())
     said = fingerprint.build(model, tokenizer, engine, name)
     settle()
+    marks.append(time.monotonic())
+    parts = ("weights_seconds", "engine_seconds", "fingerprint_seconds")
+    log.info("loaded", extra={"fields": {name: round(b - a, 2) for name, a, b in
+                                         zip(parts, marks, marks[1:], strict=False)}})
     if options.selftest:  # says so even while no fault is on
         said["faults"] = []
         said["id"] = fingerprint.identify(said)
