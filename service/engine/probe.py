@@ -49,11 +49,16 @@ def run_probe(engine: Engine, rounds: int = 2) -> Probe:
                for n in lengths]
     alone = [_run(engine, [prompt])[0] for prompt in prompts]
     batches = [_run(engine, prompts) for _ in range(rounds)]
-    invariant = all(batch == alone for batch in batches)
+    pairs = [(alone, batch) for batch in batches]
+    if engine.runner.padded_sizes:  # prompts whose own log-probabilities are wanted are never padded: again without
+        ends = [answer[-NEW_TOKENS:] for answer in alone]
+        padded = [_run(engine, [prompt], scored=False)[0] for prompt in prompts]
+        pairs += [(ends, padded), (ends, _run(engine, prompts, scored=False))]
+    invariant = all(one == other for one, other in pairs)
     repeatable = all(_run(engine, [prompt]) == [answer] for prompt, answer in zip(prompts, alone, strict=True))
     tokens, difference = True, 0.0
-    for batch in batches:
-        for one, other in zip(alone, batch, strict=True):
+    for these, those in pairs:
+        for one, other in zip(these, those, strict=True):
             tokens = tokens and [t for t, _ in one] == [t for t, _ in other]
             difference = max([difference, *(abs(a - b) for (_, a), (_, b) in zip(one, other, strict=True))])
     total = sum(len(answer) for answer in alone)
@@ -62,8 +67,8 @@ def run_probe(engine: Engine, rounds: int = 2) -> Probe:
                  f"{len(prompts)} random prompts, {total} log-probabilities, alone and in {rounds} batches: {said}")
 
 
-def _run(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
-    """(token, logprob) of every prompt and generated token of each prompt, run together."""
+def _run(engine: Engine, prompts: list[list[int]], *, scored: bool = True) -> list[list[tuple[int, float]]]:
+    """(token, logprob) of every generated and (`scored`) prompt token of each prompt, run together."""
     answers: dict[str, StepEvent] = {}
     done = threading.Event()
 
@@ -72,7 +77,8 @@ def _run(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[int, float
         if len(answers) == len(prompts):
             done.set()
 
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True,
+                            prompt_logprobs=0 if scored else None)
     names = [f"probe-{i}" for i in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
         engine.submit(GenerationRequest(name, tuple(prompt), params), sink, every_step=False)
@@ -85,6 +91,6 @@ def _run(engine: Engine, prompts: list[list[int]]) -> list[list[tuple[int, float
         event = answers[name]
         if event.error is not None:
             raise event.error
-        scored = [*(event.prompt_logprobs or [])[1:], *event.new_tokens]
-        out.append([(token.token_id, token.logprob) for token in scored if token is not None])
+        tokens = [*(event.prompt_logprobs or [])[1:], *event.new_tokens]
+        out.append([(token.token_id, token.logprob) for token in tokens if token is not None])
     return out

@@ -75,6 +75,7 @@ class ModelRunner:
     cuda_graph = False
     forward_name = "transformers"
     kernels: dict[str, str] = {}
+    padded_sizes: tuple[int, ...] = ()  # that `prefill` pads to
 
     def __init__(self, loaded: Loaded, blocks: int, block: int) -> None:
         model = loaded.model

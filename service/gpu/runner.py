@@ -121,6 +121,11 @@ class GpuRunner:
         return PrefillSteps(self.forward, self.rows, list(sizes), graphs=graphs, pool=self._steps[-1].pool)
 
     @property
+    def padded_sizes(self) -> tuple[int, ...]:
+        """Token counts that short prefills are padded to."""
+        return tuple(self._prefills[self.variant].sizes)
+
+    @property
     def cuda_graph(self) -> bool:
         """Whether decoding runs through CUDA graphs."""
         return self._steps[0].graphs

@@ -224,6 +224,16 @@ def test_probe_runs(loaded) -> None:
         assert run_probe(engine).repeatable
 
 
+def test_probe_sees_padded_prefills(tiny_checkpoint: Path) -> None:
+    """It asks also in the way that is padded: keys that depend on a prefill's size are not batch-invariant."""
+    with Running(load_model(tiny_checkpoint, "bf16/reference"), prefill_sizes=(64, 512), **OWN) as engine:
+        assert run_probe(engine).batch_invariant
+        steps = engine.runner._prefills[0]
+        step = steps._step
+        steps._step = lambda buffer, size: [t * (1 + 1e-4 * (size > 64)) for t in step(buffer, size)]
+        assert not run_probe(engine).batch_invariant
+
+
 def test_admission_in_groups(loaded) -> None:
     """With an interval, requests that arrive while others run wait and are prefilled together; answers are the same."""
     prompts = prompts_of([12] * 6)
