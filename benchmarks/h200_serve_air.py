@@ -106,7 +106,7 @@ def floor_seconds(engine: Engine, size: int, hit: float, context: int, read: flo
     return total / read
 
 
-LONG = ((32, 1024, 2, 55.0), (128, 1024, 1, 135.0))  # the same, and about how many seconds a pair takes
+LONG = ((32, 1024, 55.0), (128, 1024, 135.0), (32, 1024, 55.0))  # a pair of rounds each, and about its seconds
 PLAN = ((1, 1024, 2), (8, 256, 2), (32, 128, 2), (128, 64, 2))  # concurrency, output tokens, pairs of rounds
 
 
@@ -168,14 +168,23 @@ def long(report: Any, args: Any) -> None:
         warm = make_load(engine.runner.vocab, 1024, 4, 8, 8, 99)
         for target in pair:
             measure(target, warm)
-        for concurrency, output, rounds, seconds in LONG:
-            fit = min(rounds, int((report.left() - args.leave) / seconds))
-            if fit < 1:
+        seen: dict[int, Comparison] = {}
+        for turn, (concurrency, output, seconds) in enumerate(LONG):
+            if report.left() - args.leave < seconds:
                 report.say(f"no time for {concurrency} x {output}: {seconds:.0f} s a pair")
                 continue
             before = engine.stats().preemptions_total
-            found = compare(pair, 1024, output, concurrency, concurrency, fit, warmup=0,
-                            say=lambda name, one: report.say(name, one))
+            earlier = seen.get(concurrency)
+            found = compare(pair if earlier is None else pair[::-1], 1024, output, concurrency, concurrency, 1,
+                            warmup=0, seed=turn, say=lambda name, one: report.say(name, one))
+            if earlier is not None:
+                for name, rounds in earlier.rounds.items():
+                    found.rounds[name] = rounds + found.rounds[name]
+                found.ratio, found.decode_ratio = (
+                    paired_ratio(*([getattr(r, rate) for r in found.rounds[name]] for name in (AFTER, BEFORE)))
+                    for rate in ("tok_s", "decode_tok_s"))
+                report.rows[:] = [row for row in report.rows if row["concurrency"] != concurrency]
+            seen[concurrency] = found
             note(report, engine, found, steps, ratios[concurrency])
             report.rows[-1]["preemptions"] = engine.stats().preemptions_total - before
             report.save()
