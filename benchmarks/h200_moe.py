@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, nothing installed
@@ -45,7 +46,8 @@ def stages(shape: bench.BenchShape, tokens: list[int], ceilings: bench.Ceilings)
         ys = [torch.randn(t * shape.top_k, shape.hidden, device=device).bfloat16() for _ in data]
         sets: dict[str, list[bench.Call]] = {
             "route_sort_quantise": [
-                lambda h=h, g=g, m=config.block_m: pipeline.route_sort_quantise(g, layer.bias, h, layer.config, m)
+                lambda h=h, g=g, c=config: pipeline.route_sort_quantise(
+                    g, layer.bias, h, layer.config, c.block_m, overlap=c.overlap)
                 for h, g in data],
             "gemm1": prepared.gemm1(config), "gemm2": prepared.gemm2(config),
             "combine": [lambda y=y, o=o: pipeline.combine(y, o[0].weights, torch.bfloat16)
@@ -88,8 +90,10 @@ def sanitize() -> None:
     plain = triton_config.GemmConfig(64, False, 8, 3, False, 128, 8, 3)
     swapped = triton_config.GemmConfig(16, True, 4, 3, True, 128, 4, 3)
     special = triton_config.GemmConfig(128, False, 4, 3, False, 256, 4, 3, True, True)
+    chosen = replace(special, group1=3, group2=4, registers1=True, registers2=True, tma2=True, corrected1=True,
+                     overlap=True)
     nvfp4 = [triton_config.NvFp4Config(16), triton_config.NvFp4Config(8, warps1=2, stages2=4, decode=True)]
-    for fmt, configs in (("fp8", [plain, swapped, special]), ("nvfp4", nvfp4)):
+    for fmt, configs in (("fp8", [plain, swapped, special, chosen]), ("nvfp4", nvfp4)):
         layer = h200_check.build(f"{fmt}/triton", shape, bench.random_record(shape, fmt, device), bias)
         for config in configs:
             layer.override = config
@@ -104,49 +108,25 @@ def sanitize() -> None:
 def profile(tokens: int) -> None:
     """Three forwards for ncu; the first compiles."""
     device = torch.device("cuda")
-    for fmt in ("fp8", "nvfp4"):
-        layer = h200_check.build(f"{fmt}/triton", AIR, bench.random_record(AIR, fmt, device),
-                                 bench.correction_bias(AIR, device))
-        for hidden, logits in bench.inputs(AIR, tokens, 3, device):
-            layer.forward(hidden, logits)
-        torch.cuda.synchronize()
+    layer = h200_check.build("fp8/triton", AIR, bench.random_record(AIR, "fp8", device),
+                             bench.correction_bias(AIR, device))
+    for hidden, logits in bench.inputs(AIR, tokens, 3, device):
+        layer.forward(hidden, logits)
+    torch.cuda.synchronize()
 
 
-def check(
-    args: argparse.Namespace, shapes: list[bench.BenchShape], check_tokens: list[int], out: Path, deadline: float
-) -> None:
-    """Parity over shapes, formats, token counts and seeds, then the properties of one shape; writes check.json."""
-    extra = {
-        "graph": [h200_check.graph_equals_eager(AIR, v, t)
-                  for v in ("fp8/triton", "nvfp4/triton") for t in (1, 7, 129)],
+def properties() -> dict[str, object]:
+    """What is checked for one shape only: options, batch invariance, the tensor core's own error."""
+    return {
         "batch_invariant_nvfp4": h200_check.batch_invariant(AIR, "nvfp4/triton", [2, 8, 33, 128]),
-        "copied_equals_direct": h200_check.option_equality(AIR, [1, 3, 7, 33, 128]),
+        "copied_equals_direct": h200_check.option_equality(AIR, [1, 3, 7, 33, 128, 1024]),
         "tensor_core_error": h200_check.tensor_core_error(AIR),
         "batch_invariant": h200_check.batch_invariant(AIR, "fp8/triton", [2, 8, 33, 128, 1024, 4096]),
     }
-    print(extra, flush=True)
-    found: list[dict] = []
-    for fmt in ("fp8", "nvfp4"):
-        for shape in shapes:
-            name = shape.name
-            began = time.time()
-            full = fmt == "fp8" and shape in (AIR, bench.SHAPES["mini"])
-            seeds = args.seeds if full else max(1, args.seeds // 4) if fmt == "fp8" else 1
-            found += h200_check.check(shape, fmt, check_tokens, seeds, deadline)
-            mine = [f for f in found if f["shape"] == name and f["format"] == fmt]
-            print(name, fmt, f"{len(mine)} cases {time.time() - began:.1f} s",
-                  f"worst rel to emulated {max((f['rel_emulated'] for f in mine), default=-1):.2e}",
-                  f"worst row {max((f['worst_row'] for f in mine), default=-1):.2e}",
-                  f"oracle {max((f['rel_oracle'] for f in mine), default=-1):.2e}",
-                  "ids", all(f["ids_equal"] for f in mine), "repeat", all(f["repeat_equal"] for f in mine),
-                  "apart", all(f["apart_equal"] for f in mine), "finite", all(f["finite"] for f in mine),
-                  flush=True)
-            save(out, "check.json", {**extra, "parity": found})
-            torch.cuda.empty_cache()
 
 
-def check_more(plan: str, seeds: int, check_tokens: list[int], out: Path, deadline: float) -> None:
-    """Parity alone, for `format:shape` items, each with an equal share of the time left; writes check-more.json."""
+def check(plan: str, seeds: int, check_tokens: list[int], out: Path, deadline: float) -> None:
+    """Parity for `format:shape` items, each with an equal share of the time left, then `properties`; check.json."""
     found: list[dict] = []
     items = [item.split(":") for item in plan.split(",")]
     for index, (fmt, name) in enumerate(items):
@@ -157,10 +137,14 @@ def check_more(plan: str, seeds: int, check_tokens: list[int], out: Path, deadli
         print(name, fmt, f"{len(mine)} cases {time.time() - began:.1f} s",
               *(f"{key} {max((f[key] for f in mine), default=-1):.2e}" for key in
                 ("rel_emulated", "calc_diff", "worst_row", "rel_oracle", "emulated_vs_oracle", "weights_max")),
-              *(f"{key} {all(f[key] for f in mine)}" for key in ("ids_equal", "repeat_equal", "apart_equal", "finite")),
-              flush=True)
-        save(out, "check-more.json", found)
+              *(f"{key} {all(f[key] for f in mine)}" for key in
+                ("ids_equal", "repeat_equal", "apart_equal", "graph_equal", "finite")),
+              "prefix", mine[0]["prefix_difference"] if mine else None, flush=True)
+        save(out, "check.json", {"parity": found})
         torch.cuda.empty_cache()
+    extra = properties()
+    print(extra, flush=True)
+    save(out, "check.json", {**extra, "parity": found})
 
 
 PAIR = ["fp8/triton", "fp8/triton:bias=bf16,scales=copied"]  # after and before SGLang #28555
@@ -174,61 +158,63 @@ def main() -> None:
     parser.add_argument("--phases", default="check,tune,time")
     parser.add_argument("--budget", type=float, default=240, help="seconds for everything")
     parser.add_argument("--tokens", default="1,8,32,128,1024,4096,16384")
-    parser.add_argument("--tune-shapes", default="glm-4.5-air")
-    parser.add_argument("--tune-tokens", help="default: those of --tokens")
+    parser.add_argument("--tune-shapes", default="glm-4.5-air", help="shape or shape:1+8+4096 (default: --tokens), ...")
     parser.add_argument("--tune-formats", default="fp8,nvfp4")
-    parser.add_argument("--shapes", default="mini,glm-4.5-air")
+    parser.add_argument("--others", default="glm-4.7,glm-4.7-flash,glm-5", help="shapes of phase `others`")
+    parser.add_argument("--rounds", type=int, default=200, help="paired rounds before and after, a third for others")
     parser.add_argument("--check-tokens", default="1,2,3,7,8,31,64,1024")
-    parser.add_argument("--special", action="store_true", help="the warp-specialised kernel passed --phases special")
-    parser.add_argument("--seeds", type=int, default=1, help="of glm-4.5-air and mini in FP8; a quarter elsewhere")
-    parser.add_argument("--plan", help="phase `more`: parity of format:shape items with --seeds seeds each")
+    parser.add_argument("--special", type=Path, help="what phase `special` wrote: features that may be tuned")
+    parser.add_argument("--configs", type=Path, help="folder of tuned tables (default: the package's)")
+    parser.add_argument("--seeds", type=int, default=1, help="of every item of --plan")
+    parser.add_argument("--plan", default="fp8:mini,nvfp4:mini", help="phase `check`: items format:shape")
     args = parser.parse_args()
     start = time.time()
-    if args.phases == "more":
-        args.out.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.configs:
+        triton_config.CONFIGS = args.configs
+    if args.phases == "check":
         tokens = [int(t) for t in args.check_tokens.split(",")]
         items = [item.split(":") for item in args.plan.split(",")]
         h200_tune.precompile([t for f, n in items for t in h200_tune.forward_tasks(bench.SHAPES[n], f, tokens, False)])
-        return check_more(args.plan, args.seeds, tokens, args.out, start + args.budget)
+        return check(args.plan, args.seeds, tokens, args.out, start + args.budget)
     if args.phases == "sanitize":
         return sanitize()
     if args.phases == "profile":
         return profile(int(args.tokens))
     if args.phases == "special":
-        sys.exit(0 if h200_tune.special_works(AIR, [1, 37, 300, 4096]) else 1)
-    h200_tune.SPECIAL = args.special
+        sys.exit(0 if h200_tune.special_works(AIR, [1, 37, 300, 4096], args.out / "special.json") else 1)
+    if args.special and args.special.is_file():
+        h200_tune.ALLOWED = set(json.loads(args.special.read_text()))
     deadline = start + args.budget
     out: Path = args.out
-    out.mkdir(parents=True, exist_ok=True)
-    triton_config.CONFIGS = out if "tune" in args.phases else triton_config.CONFIGS
+    if "tune" in args.phases:
+        for table in h200_tune.CONFIGS.glob("*.json"):
+            (out / table.name).write_bytes(table.read_bytes())  # formats and shapes that this run does not tune
+        triton_config.CONFIGS = out
     tokens = [int(t) for t in args.tokens.split(",")]
-    tune_tokens = [int(t) for t in args.tune_tokens.split(",")] if args.tune_tokens else tokens
+    tuned = {name: [int(t) for t in text.split("+")] if text else tokens
+             for name, _, text in (item.partition(":") for item in args.tune_shapes.split(","))}
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__, flush=True)
     ceilings = bench.measure_ceilings(torch.device("cuda"))
     print(f"read {ceilings.read / 1e12:.2f} TB/s, {ceilings.flops / 1e12:.0f} TFLOP/s ({ceilings.source})", flush=True)
     if "limits" in args.phases:
         print(f"L2 read {l2_read_rate() / 1e12:.2f} TB/s", flush=True)
-    check_tokens = [int(t) for t in args.check_tokens.split(",")]
-    shapes = [bench.SHAPES[name] for name in args.shapes.split(",")]
-    formats = args.tune_formats.split(",")
+    formats, others = args.tune_formats.split(","), args.others.split(",")
     tasks: list[tuple] = []
-    if "check" in args.phases:
-        tasks += [t for s in shapes for f in ("fp8", "nvfp4")
-                  for t in h200_tune.forward_tasks(s, f, check_tokens, pair=False)]
     if "others" in args.phases:
-        tasks += [t for n in ("glm-4.7", "glm-4.7-flash", "glm-5")
+        tasks += [t for n in others
                   for t in h200_tune.forward_tasks(bench.SHAPES[n], "fp8", OTHER_TOKENS)]
     if "time" in args.phases:
         tasks += [t for f in ("fp8", "nvfp4") for t in h200_tune.forward_tasks(AIR, f, tokens)]
     if "tune" in args.phases:
-        tasks += [t for n in args.tune_shapes.split(",") for f in formats
-                  for t in h200_tune.tune_tasks(bench.SHAPES[n], f, tune_tokens)]
+        tasks += [t for n, counts in tuned.items() for f in formats
+                  for t in h200_tune.tune_tasks(bench.SHAPES[n], f, counts)]
     h200_tune.precompile(tasks)
     if "tune" in args.phases:
         log: list[dict] = []
-        for name in args.tune_shapes.split(","):
+        for name, counts in tuned.items():
             for fmt in formats:
-                h200_tune.tune(bench.SHAPES[name], fmt, tune_tokens, out, log, deadline)
+                h200_tune.tune(bench.SHAPES[name], fmt, counts, out, log, deadline)
         save(out, "tune.json", log)
         triton_config._table.cache_clear()
     rows: list[bench.Row] = []
@@ -252,17 +238,15 @@ def main() -> None:
         torch.cuda.empty_cache()
 
     if "time" in args.phases:
-        keep(bench.time_layers(PAIR, AIR, tokens, cuda, ceilings))
+        keep(bench.time_layers(PAIR, AIR, tokens, cuda, ceilings, args.rounds))
         keep(bench.time_layers(["nvfp4/triton"], AIR, [t for t in tokens if t <= 4096], cuda, ceilings, 10))
         keep(stages(AIR, tokens, ceilings))
     if "others" in args.phases:
-        for name in ("glm-4.7", "glm-4.7-flash", "glm-5"):
+        for name in others:
             if time.time() < deadline:
-                keep(bench.time_layers(PAIR, bench.SHAPES[name], OTHER_TOKENS, cuda, ceilings, 15))
+                keep(bench.time_layers(PAIR, bench.SHAPES[name], OTHER_TOKENS, cuda, ceilings, args.rounds // 3))
     if "peers" in args.phases and time.time() < deadline:
         keep(peers(AIR, [1, 8, 32, 128, 1024, 4096]))
-    if "check" in args.phases:
-        check(args, shapes, check_tokens, out, deadline)
     print(f"{time.time() - start:.0f} s", flush=True)
 
 

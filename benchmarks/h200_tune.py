@@ -38,6 +38,10 @@ class One:
     warps: int
     stages: int
     special: bool = False
+    group: int = 1
+    registers: bool = False
+    tma: bool = False
+    corrected: bool = False
 
 
 def first_candidates(rows: float) -> list[One]:
@@ -51,6 +55,8 @@ def first_candidates(rows: float) -> list[One]:
         found += [One(64, True, 128, 8, 3), One(64, False, 128, 8, 4)]
     if rows > 24:
         found += [One(128, False, 128, 4, s, True) for s in (3, 4)]
+        found += [One(128, False, 128, 4, s, True, group, registers, corrected=True) for s in (3, 4)
+                  for group in (1, 2, 3, 6, 12) for registers in (False, True) if s == 4 or group == 1]
     return found
 
 
@@ -65,7 +71,9 @@ def second_candidates(rows: float) -> list[One]:
     if rows > 16:
         found += [One(64, True, 128, 4, 4), One(64, False, 128, 4, 4)]
     if rows > 24:
-        found += [One(128, False, 256, 4, s, True) for s in (3, 4)]
+        found += [One(128, False, 256, 4, s, True, group, registers, tma)
+                  for s in (3, 4) for group in (1, 3, 8) for registers in (False, True) for tma in (False, True)
+                  if s == 4 or group == 1]
     return found
 
 
@@ -85,7 +93,8 @@ def nvfp4_candidates(rows: float) -> list[One]:
 
 def fp8_config(a: One, b: One) -> GemmConfig:
     """Both GEMMs' choices as a configuration."""
-    return GemmConfig(a.block_m, a.swap, a.warps, a.stages, b.swap, b.block_n, b.warps, b.stages, a.special, b.special)
+    return GemmConfig(a.block_m, a.swap, a.warps, a.stages, b.swap, b.block_n, b.warps, b.stages, a.special, b.special,
+                      a.group, b.group, a.registers, b.registers, b.tma, a.corrected)
 
 
 def nvfp4_config(a: One, b: One) -> NvFp4Config:
@@ -215,36 +224,67 @@ def tune_tasks(shape: bench.BenchShape, fmt: str, tokens: list[int]) -> list[tup
     return found
 
 
-SPECIAL = False  # set once `special_works` has been seen to pass
+ALLOWED: set[str] = set()  # what `special_works` has seen to pass
+
+
+def allowed(option: One) -> bool:
+    """Whether every feature of the warp-specialised kernel that an option needs has passed."""
+    needed = {"special"} if option.special else set()
+    needed |= {"group"} if option.group > 1 else set()
+    needed |= {"registers"} if option.registers else set()
+    needed |= {"corrected"} if option.corrected else set()
+    return needed | ({"tma"} if option.tma else set()) <= ALLOWED
 
 
 def candidates(fmt: str, rows: float) -> tuple[list[One], list[One]]:
     """Candidates of both GEMMs."""
     if fmt == "fp8":
         a, b = first_candidates(rows), second_candidates(rows)
-        return [x for x in a if SPECIAL or not x.special], [x for x in b if SPECIAL or not x.special]
+        return [x for x in a if allowed(x)], [x for x in b if allowed(x)]
     return nvfp4_candidates(rows), nvfp4_candidates(rows)
 
 
-def special_works(shape: bench.BenchShape, tokens: list[int]) -> bool:
-    """The warp-specialised kernel against the plain one; run it under a time limit, since a bug there can hang."""
+def special_works(shape: bench.BenchShape, tokens: list[int], out: Path) -> bool:
+    """The warp-specialised kernel and each of its choices against the plain one, bit by bit.
+
+    Run it under a time limit, since a bug there can hang; features that passed so far are in `out` at any time.
+    """
     device = torch.device("cuda")
-    layer = make_layer(shape, "fp8", bench.random_record(shape, "fp8", device))
     plain = One(128, False, 128, 8, 3)
-    good = True
-    for t in tokens:
-        stages = Stages(layer, bench.inputs(shape, t, 1, device))
-        for stage in ("gemm1", "gemm2"):
-            values = []
-            for choice in (plain, replace(plain, special=True)):
-                value = getattr(stages, stage)(fp8_config(choice, choice))[0]()
-                torch.cuda.synchronize()
-                values.append(torch.cat([v.float().flatten() for v in value]) if isinstance(value, tuple) else value)
-            rel = numerics.relative_l2(values[1], values[0])
-            equal = (values[0] == values[1]).float().mean().item()
-            print(f"special {shape.name} T={t} {stage}: rel {rel:.2e}, equal bits {equal:.6f}", flush=True)
-            good &= rel < 1e-2
-    return good
+    special = replace(plain, special=True)
+    features = {"special": special, "group": replace(special, group=3), "registers": replace(special, registers=True),
+                "tma": replace(special, tma=True), "corrected": replace(special, corrected=True),
+                "together": replace(special, stages=4, group=12, registers=True, tma=True, corrected=True)}
+    precompile([("gemm", shape.name, "fp8", fp8_config(x, x)) for x in (plain, *features.values())])
+    layer = make_layer(shape, "fp8", bench.random_record(shape, "fp8", device))
+    stages = {t: Stages(layer, bench.inputs(shape, t, 1, device)) for t in tokens}
+
+    def bits(t: int, stage: str, choice: One) -> list[torch.Tensor]:
+        value = getattr(stages[t], stage)(fp8_config(choice, choice))[0]()
+        torch.cuda.synchronize()
+        return [v.view(torch.uint8) for v in (value if isinstance(value, tuple) else (value,))]
+
+    cases = [(t, stage) for t in tokens for stage in ("gemm1", "gemm2")]
+    wanted = {case: bits(*case, plain) for case in cases}
+    passed: list[str] = []
+    for feature, choice in features.items():
+        equal = {case: all(map(torch.equal, bits(*case, choice), wanted[case])) for case in cases}
+        print(f"special {shape.name} {feature}: equal bits {list(equal.values())} for {cases}", flush=True)
+        if all(equal.values()):
+            passed.append(feature)
+        out.write_text(json.dumps(passed) + "\n")
+    return len(passed) == len(features)
+
+
+def overlap_helps(layer: Fp8TritonLayer, data: list, block_m: int, log: list[dict], tokens: int) -> bool:
+    """Whether quantising on a second stream makes routing, sort and quantisation faster; both are timed in turn."""
+    calls: list[list[bench.Call]] = [
+        [lambda h=h, g=g, o=o: pipeline.route_sort_quantise(g, layer.bias, h, layer.config, block_m, overlap=o)
+         for h, g in data] for o in (False, True)]
+    apart, beside = (us for us, _, _ in bench.alternate_us(calls, 20))
+    print(f"   route, sort, quantise {apart:.1f}, with overlap {beside:.1f}", flush=True)
+    log.append({"format": "fp8", "tokens": tokens, "stage": "route_sort_quantise", "us": apart, "overlap_us": beside})
+    return beside < apart
 
 
 def tune(shape: bench.BenchShape, fmt: str, tokens: list[int], out: Path, log: list[dict], deadline: float) -> None:
@@ -279,7 +319,7 @@ def tune(shape: bench.BenchShape, fmt: str, tokens: list[int], out: Path, log: l
                     continue
                 timed[stage][option] = us
                 log.append({"shape": shape.name, "format": fmt, "tokens": t, "stage": stage, "us": us, "rel": rel,
-                            **vars(option)})
+                            "equal_bits": torch.equal(value, reference), **vars(option)})
                 if not rel < 1e-2:
                     print("WRONG", stage, t, option, rel, flush=True)
                     del timed[stage][option]
@@ -288,7 +328,10 @@ def tune(shape: bench.BenchShape, fmt: str, tokens: list[int], out: Path, log: l
                  if x.block_m == y.block_m and (fmt == "fp8" or x.special == y.special)}
         if whole:
             x, y = min(whole, key=whole.__getitem__)
-            best[str(t)] = build(x, y).to_json()
+            chosen = build(x, y)
+            if fmt == "fp8" and t > pipeline.FUSED_TOKENS:
+                chosen = replace(chosen, overlap=overlap_helps(layer, stages.data, x.block_m, log, t))
+            best[str(t)] = chosen.to_json()
             print(f"{fmt} T={t}: gemm1 {timed['gemm1'][x]:.1f} {x}\n   gemm2 {timed['gemm2'][y]:.1f} {y}", flush=True)
         torch.cuda.empty_cache()
         text = {"tool": "benchmarks/h200_tune.py", "device": torch.cuda.get_device_name(),

@@ -189,16 +189,37 @@ def _replay_us(graph: torch.cuda.CUDAGraph, calls: int) -> float:
     return start.elapsed_time(end) * 1e3 / calls
 
 
-def alternate_us(many: Sequence[Sequence[Call]], rounds: int = 30) -> list[tuple[float, float, float]]:
-    """As `graph_us` for several sets of calls, replayed in turn so that drift of the clock hits all alike."""
+def alternate_samples(many: Sequence[Sequence[Call]], rounds: int = 30) -> list[list[float]]:
+    """µs per call of several sets of calls, each a CUDA graph, replayed in turn: `rounds` samples a set.
+
+    Every other round goes backwards, so that neither drift of the clock nor the place in the round favours a set.
+    """
     graphs = [(capture(calls), len(calls)) for calls in many]
     samples: list[list[float]] = [[] for _ in graphs]
     for number in range(rounds + 2):
-        for index, (graph, count) in enumerate(graphs):
-            us = _replay_us(graph, count)
+        order = range(len(graphs)) if number % 2 == 0 else reversed(range(len(graphs)))
+        for index in order:
+            us = _replay_us(*graphs[index])
             if number >= 2:
                 samples[index].append(us)
-    return [spread(s) for s in samples]
+    return samples
+
+
+def alternate_us(many: Sequence[Sequence[Call]], rounds: int = 30) -> list[tuple[float, float, float]]:
+    """As `graph_us` for several sets of calls, replayed in turn."""
+    return [spread(s) for s in alternate_samples(many, rounds)]
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float], batch: int = 10) -> tuple[float, float]:
+    """Mean of second - first over rounds and the half-width of its 95 % interval.
+
+    From the means of `batch` neighbouring rounds (normal quantile on at least ten of them), since neighbouring
+    rounds are not independent: the clock drifts.
+    """
+    rounds = [b - a for a, b in zip(first, second, strict=True)]
+    means = [statistics.mean(rounds[i : i + batch]) for i in range(0, len(rounds) - batch + 1, batch)]
+    width = 1.96 * statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else float("inf")
+    return statistics.mean(rounds), width
 
 
 def wall_us(calls: Sequence[Call], repeats: int = 5) -> tuple[float, float, float]:
@@ -280,7 +301,10 @@ def time_layers(
     variants: Sequence[str], shape: BenchShape, tokens: Sequence[int], device: torch.device, ceilings: Ceilings,
     rounds: int = 30,
 ) -> list[Row]:
-    """The whole layer of each variant at each token count; variants take turns within a token count."""
+    """The whole layer of each variant at each token count; variants take turns within a token count.
+
+    Of two variants on a GPU, the first's rows say how much faster it was: `saved_us` +- `saved_ci95_us`.
+    """
     bias = correction_bias(shape, device)
     records: dict[str, ExpertWeights] = {}
     layers = []
@@ -293,12 +317,22 @@ def time_layers(
     for count in tokens:
         data = inputs(shape, count, input_count(count) if device.type == "cuda" else 1, device)
         calls = [layer_calls(layer, data) for layer in layers]
-        times = alternate_us(calls, rounds) if device.type == "cuda" else [wall_us(c) for c in calls]
+        paired: dict[str, object] = {}
+        if device.type == "cuda":
+            samples = alternate_samples(calls, rounds)
+            times = [spread(s) for s in samples]
+            if len(samples) == 2:
+                saved, width = paired_difference(samples[0], samples[1])
+                paired = {"saved_us": saved, "saved_ci95_us": width, "rounds": rounds}
+        else:
+            times = [wall_us(c) for c in calls]
         for variant, layer, (us, low, high) in zip(variants, layers, times, strict=True):
             hit = round(statistics.mean(experts_hit(layer.route(logits).ids) for _, logits in data))
             record = records[parse(variant).format]
             floor = floor_us(shape, record, count, hit, ceilings)
             detail: dict[str, object] = {"p10_us": low, "p90_us": high, "experts_hit": hit,
                                          "bytes": bytes_read(shape, record, count, hit)}
+            if variant == variants[0]:
+                detail |= paired
             rows.append(Row(shape.name, count, variant, "layer", us, floor, detail=detail))
     return rows

@@ -118,7 +118,7 @@ class Fp8TritonLayer(MoELayer):
         direct = self.spec.option("scales") == "direct"
         routing, order, x_q, x_scale = pipeline.route_sort_quantise(
             router_logits.float().contiguous(), self.routing_bias(), hidden, self.config, config.block_m,
-            column_major=direct,
+            column_major=direct, overlap=config.overlap,
         )
         assert order is not None and x_q is not None and x_scale is not None  # for the type checker
         return self._gemms(hidden, routing, order, x_q, x_scale, config), routing

@@ -94,21 +94,27 @@ def test_fp8_gemm1_compiles_for_ada_without_hopper_instructions(tmp_path: Path) 
     assert kernel.shared <= 99 * 1024
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_specialised_gemm_overlaps_two_consumers_and_a_producer(tmp_path: Path, first: bool) -> None:
+@pytest.mark.parametrize(("first", "group", "registers", "tma_a", "corrected"),
+                         [(True, 1, False, False, False), (False, 1, False, False, False),
+                          (True, 4, True, False, True), (False, 3, True, True, False)])
+def test_specialised_gemm_overlaps_two_consumers_and_a_producer(
+    tmp_path: Path, first: bool, group: int, registers: bool, tma_a: bool, corrected: bool
+) -> None:
     """Registers move from the producer to the consumers; no accumulator goes to memory."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     from moe_kernels.variants.triton.specialised import grouped_kernel
 
-    types = {"a": FP8, "a_scale": FP32, "b": f"tensordesc<fp8e4nv[128, 128],{NVMMASharedLayout(128, 8, 2)!r}>",
-             "b_scale": FP32, "out": FP8 if first else BF16, "out_scale": FP32, "sorted_slots": I32, "tiles": I32,
+    tiles = f"tensordesc<fp8e4nv[128, 128],{NVMMASharedLayout(128, 8, 2)!r}>"
+    types = {"a": tiles if tma_a else FP8, "a_scale": FP32, "b": tiles, "b_scale": FP32,
+             "out": FP8 if first else BF16, "out_scale": FP32, "sorted_slots": I32, "tiles": I32,
              "a_rows": "i32", "pairs": "i32"}
     constants = {"K": 4096 if first else 1408, "N": 2816 if first else 4096, "TOP_K": 8, "FIRST": first, "STAGES": 4,
-                 "LIMIT": 0.0}
+                 "LIMIT": 0.0, "GROUP": group, "REGISTERS": registers, "TMA_A": tma_a,
+                 "CORRECTED": corrected}
     kernel = Compiled(grouped_kernel, types, constants, 4, tmp_path)
     assert kernel.count(r"wgmma\.mma_async\.sync\.aligned\.m64n128k32") == 16  # 2 consumers, 2 tiles, 4 k steps
-    assert kernel.count("setmaxnreg") > 0 and kernel.count(r"cp\.async\.bulk\.tensor\.2d") == 2
+    assert kernel.count("setmaxnreg") > 0 and kernel.count(r"cp\.async\.bulk\.tensor\.2d") == 2 + tma_a
     assert kernel.stack <= 16  # one or two addresses of 384 threads, no accumulator
     assert kernel.shared <= HOPPER_SHARED
 

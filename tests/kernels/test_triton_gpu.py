@@ -15,6 +15,8 @@ FAMILIES = {
     "fp8/triton": {
         "swapped": GemmConfig(16, True, 4, 3, True, 128, 4, 3), "plain": GemmConfig(64, False, 8, 3, False, 128, 8, 3),
         "special": GemmConfig(128, False, 4, 3, False, 256, 4, 3, True, True),
+        "special-choices": GemmConfig(128, False, 4, 4, False, 256, 4, 4, True, True, 3, 4, True, True, True, True,
+                                        True),
     },
     "nvfp4/triton:act=nvfp4": {
         "tiled": NvFp4Config(16), "decode": NvFp4Config(8, warps1=2, stages1=4, stages2=2, decode=True),
@@ -35,7 +37,7 @@ def build(variant: str) -> MoELayer:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 7, 31, 64, 129, 1024])
 def test_parity_determinism_and_graph_replay(variant: str, family: str, tokens: int) -> None:
     """FP8's tensor cores sum with few bits (docs/kernels.md), which moves some roundings of the intermediate."""
-    if family == "special" and torch.cuda.get_device_capability() != (9, 0):
+    if family.startswith("special") and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the warp-specialised kernel is Hopper's")
     layer = build(variant)
     layer.override = FAMILIES[variant][family]  # type: ignore[attr-defined]
@@ -58,3 +60,15 @@ def test_copied_scales_give_the_same_bits() -> None:
     hidden, logits = bench.inputs(SHAPE, 7, 1, torch.device("cuda"))[0]
     direct, copied = (build(f"fp8/triton{option}") for option in ("", ":scales=copied"))
     assert torch.equal(direct.forward(hidden, logits)[0], copied.forward(hidden, logits)[0])
+
+
+def test_choices_of_the_specialised_kernel_give_the_same_bits() -> None:
+    """Tile order, operand in registers, TMA for rows, corrected division, quantiser on another stream."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the warp-specialised kernel is Hopper's")
+    hidden, logits = bench.inputs(SHAPE, 1027, 1, torch.device("cuda"))[0]
+    layer, bits = build("fp8/triton"), []
+    for family in ("plain", "special", "special-choices"):
+        layer.override = FAMILIES["fp8/triton"][family]  # type: ignore[attr-defined]
+        bits.append(layer.forward(hidden, logits)[0])
+    assert torch.equal(bits[0], bits[1]) and torch.equal(bits[0], bits[2])

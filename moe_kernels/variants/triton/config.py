@@ -19,7 +19,9 @@ class GemmConfig:
 
     `block_m` rows (token-expert pairs) a tile, shared by both; `swap*` puts the weights on the tensor core's M
     side. `warps*` and `stages*` per GEMM, `block_n` output columns a tile of the second. `special*` takes the
-    warp-specialised kernel instead (Hopper, `block_m` 128; of the other parameters only the stages count).
+    warp-specialised kernel instead (Hopper, `block_m` 128; of the parameters before it only the stages count);
+    `group*`, `registers*`, `tma2` and `corrected1` are its choices (`specialised.py`). `overlap` quantises on a
+    second stream beside routing and sort where the quantiser is a launch of its own. None of these changes a bit.
     """
 
     block_m: int
@@ -32,6 +34,13 @@ class GemmConfig:
     stages2: int
     special1: bool = False
     special2: bool = False
+    group1: int = 1
+    group2: int = 1
+    registers1: bool = False
+    registers2: bool = False
+    tma2: bool = False
+    corrected1: bool = False
+    overlap: bool = False
 
     def to_json(self) -> dict[str, object]:
         """The fields as a dict."""

@@ -71,12 +71,12 @@ def _empty(like: Tensor, *size: int, dtype: torch.dtype) -> Tensor:
 
 def route_sort_quantise(
     logits: Tensor, bias: Tensor | None, hidden: Tensor | None, config: RoutingConfig, block_m: int,
-    *, column_major: bool = True, sort: bool = True,
+    *, column_major: bool = True, sort: bool = True, overlap: bool = False,
 ) -> tuple[Routing, Order | None, Tensor | None, Tensor | None]:
     """Routing, order and (where `hidden` is given) x_q E4M3 [T, H] with scales [H/128, T] or [T, H/128].
 
     One launch for up to 32 tokens (16 with more than 128 experts); two up to FUSED_TOKENS; above, a quantiser
-    of its own, which runs at a higher occupancy.
+    of its own, which runs at a higher occupancy, with `overlap` on a second stream beside routing and sort.
     """
     tokens = logits.shape[0]
     sizes = Sizes(tokens, config.num_experts, config.top_k)
@@ -92,8 +92,16 @@ def route_sort_quantise(
         histogram = _empty(logits, sizes.chunks, experts, dtype=torch.int32)
     x_q = x_scale = None
     quant_programs, block_q, width = 0, 1, 128
+    side = None
     if hidden is not None and tokens > FUSED_TOKENS:
-        x_q, x_scale = quantise_hidden(hidden, column_major=column_major)
+        x_q, x_scale = quantised_like(hidden, column_major)
+        if overlap and hidden.is_cuda:
+            side = side_stream(hidden.device)
+            side.wait_stream(torch.cuda.current_stream(hidden.device))
+            with torch.cuda.stream(side):
+                _quantise(hidden, x_q, x_scale, column_major)
+        else:
+            _quantise(hidden, x_q, x_scale, column_major)
     elif hidden is not None:
         width = hidden.shape[1]
         x_q, x_scale = quantised_like(hidden, column_major)
@@ -109,11 +117,11 @@ def route_sort_quantise(
         COLUMN_MAJOR=column_major, MODE="fp8" if quant_programs else "none", BQ=block_q, num_warps=sizes.warps,
     )
     routing = Routing(ids64, weights)
-    if not sort:
-        return routing, None, x_q, x_scale
-    if not single:
+    if sort and not single:
         _scatter(ids, ranks, histogram, slots, tiles, sizes, block_m)
-    return routing, Order(slots, tiles), x_q, x_scale
+    if side is not None:  # all memory above is the main stream's, which goes on only after the quantiser
+        torch.cuda.current_stream(logits.device).wait_stream(side)
+    return routing, Order(slots, tiles) if sort else None, x_q, x_scale
 
 
 def sort_by_expert(ids: Tensor, experts: int, block_m: int) -> Order:
@@ -163,13 +171,17 @@ def quantised_like(hidden: Tensor, column_major: bool) -> tuple[Tensor, Tensor]:
 
 def quantise_hidden(hidden: Tensor, *, column_major: bool = True) -> tuple[Tensor, Tensor]:
     """x_q E4M3 [T, H] and scales FP32, [H/128, T] column-major or [T, H/128] row-major."""
-    tokens, width = hidden.shape
     x_q, x_scale = quantised_like(hidden, column_major)
+    _quantise(hidden, x_q, x_scale, column_major)
+    return x_q, x_scale
+
+
+def _quantise(hidden: Tensor, x_q: Tensor, x_scale: Tensor, column_major: bool) -> None:
+    tokens, width = hidden.shape
     block = quant_block(tokens)
     quantise_kernel[(triton.cdiv(tokens, block) * (width // 128),)](
         hidden, x_q, x_scale, tokens, H=width, BQ=block, COLUMN_MAJOR=column_major, num_warps=4
     )
-    return x_q, x_scale
 
 
 @dataclass(frozen=True)
@@ -192,13 +204,14 @@ class Fp8Weights:
 
         return TensorDescriptor.from_tensor(weight.view(-1, weight.shape[-1]), [rows, 128])
 
-    def special_operand(self, weight: Tensor) -> object:
-        """A TMA descriptor of [128, 128] tiles for the warp-specialised kernel."""
-        from triton.experimental.gluon.language import NVMMASharedLayout
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-        flat = weight.view(-1, weight.shape[-1])
-        return TensorDescriptor.from_tensor(flat, [128, 128], NVMMASharedLayout(128, 8, 2))
+def special_operand(matrix: Tensor) -> object:
+    """A TMA descriptor of [128, 128] tiles of E4M3 [..., K] for the warp-specialised kernel."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    flat = matrix.view(-1, matrix.shape[-1])
+    return TensorDescriptor.from_tensor(flat, [128, 128], NVMMASharedLayout(128, 8, 2))
 
 
 def gemm1(w: Fp8Weights, x_q: Tensor, x_scale: Tensor, order: Order, config: GemmConfig) -> tuple[Tensor, Tensor]:
@@ -207,7 +220,7 @@ def gemm1(w: Fp8Weights, x_q: Tensor, x_scale: Tensor, order: Order, config: Gem
     h_q = _empty(x_q, pairs, width, dtype=torch.float8_e4m3fn)
     h_scale = _empty(x_q, width // 128, pairs, dtype=torch.float32)
     if config.special1:
-        _specialised(w, x_q, x_scale, w.w13, w.w13_scale, h_q, h_scale, order, config.stages1, first=True)
+        _specialised(w, x_q, x_scale, w.w13, w.w13_scale, h_q, h_scale, order, config, first=True)
         return h_q, h_scale
     gemm1_kernel[(order.tiles.shape[0] * (width // 128),)](
         x_q, x_scale, w.operand(w.w13, 128), w.w13_scale, h_q, h_scale, order.slots, order.tiles,
@@ -225,7 +238,7 @@ def gemm2(
     pairs, width = order.slots.numel(), w.shape.hidden_size
     y = _empty(h_q, pairs, width, dtype=dtype)
     if config.special2:
-        _specialised(w, h_q, h_scale, w.w2, w.w2_scale, y, h_scale, order, config.stages2, first=False)
+        _specialised(w, h_q, h_scale, w.w2, w.w2_scale, y, h_scale, order, config, first=False)
         return y
     gemm2_kernel[(order.tiles.shape[0] * (width // config.block_n),)](
         h_q, h_scale, w.operand(w.w2, config.block_n), w.w2_scale, y, order.slots, order.tiles, pairs,
@@ -237,17 +250,27 @@ def gemm2(
 
 def _specialised(
     w: Fp8Weights, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor, out_scale: Tensor,
-    order: Order, stages: int, *, first: bool,
+    order: Order, config: GemmConfig, *, first: bool,
 ) -> None:
     from moe_kernels.variants.triton.specialised import grouped_kernel  # Gluon is imported only where it runs
 
     columns, width = b.shape[1], b.shape[2]
     programs = min(order.tiles.shape[0] * (columns // 256), multiprocessors(a.device))
+    tma_a = config.tma2 and not first
     grouped_kernel[(programs,)](
-        a, a_scale, w.special_operand(b), b_scale, out, out_scale, order.slots, order.tiles, a.shape[0],
-        order.slots.numel(), K=width, N=columns, TOP_K=w.shape.top_k, FIRST=first, STAGES=stages, LIMIT=w.limit,
-        num_warps=4,
+        special_operand(a) if tma_a else a, a_scale, special_operand(b), b_scale, out, out_scale, order.slots,
+        order.tiles, a.shape[0], order.slots.numel(), K=width, N=columns, TOP_K=w.shape.top_k, FIRST=first,
+        STAGES=config.stages1 if first else config.stages2, LIMIT=w.limit,
+        GROUP=config.group1 if first else config.group2,
+        REGISTERS=config.registers1 if first else config.registers2, TMA_A=tma_a,
+        CORRECTED=config.corrected1 and first, num_warps=4,
     )
+
+
+@lru_cache(maxsize=8)
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that `overlap` quantises on."""
+    return torch.cuda.Stream(device)
 
 
 @lru_cache(maxsize=8)
