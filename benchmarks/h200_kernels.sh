@@ -14,7 +14,7 @@ timeout -k 5 90 python3 benchmarks/h200_moe.py --out "$W" --phases special 2>&1 
 echo "special $((SECONDS - began)) s"; pack
 timeout -k 5 215 python3 benchmarks/h200_moe.py --out "$W" --phases limits,tune,time,others,peers --special "$W/special.json" \
   --tokens 1,2,4,8,16,32,64,128,256,512,1024,2048,4096,16384,32768 --tune-formats fp8 --budget 190 --rounds 200 \
-  --tune-shapes glm-4.5-air:1024+2048+4096+16384+32768,glm-4.7-flash:1+8+32+128+4096,glm-4.7:1+8+32+128+4096,glm-5:1+8+32+128+4096 \
+  --tune-shapes glm-4.5-air:1024+2048+4096+16384+32768,glm-4.7-flash:1+8+32+128+1024+4096,glm-4.7:1+8+32+128+1024+4096,glm-5:1+8+32+128+1024+4096 \
   2>&1 | tee "$W/time.txt" | cut -c1-220
 echo "time $((SECONDS - began)) s"; kill $smi; wait $compiling; pack
 timeout -k 5 150 compute-sanitizer --tool memcheck python3 benchmarks/h200_moe.py --out "$W" --phases sanitize \
