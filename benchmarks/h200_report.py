@@ -48,18 +48,18 @@ def main() -> None:
             if s != name or v != "fp8/triton":
                 continue
             before = layer[s, t, BEFORE]
-            saved = before.us - after.us
+            saved, width = (float(str(after.detail[k])) for k in ("saved_us", "saved_ci95_us"))
             tflops = 6.0 * t * shape.top_k * shape.hidden * shape.intermediate / after.us * 1e-6
             floor = after.floor_us or 0.0
             lines.append([
                 f"{t:,}", str(after.detail["experts_hit"]), f"{before.us:,.1f}", f"{after.us:,.1f}",
                 f"{after.detail['p10_us']:,.1f}–{after.detail['p90_us']:,.1f}",
-                f"{saved:+.1f} ({saved / before.us:+.1%})", f"{floor:,.1f}", f"{after.us / floor:.2f}",
+                f"{saved:+.1f} ± {width:.1f} ({saved / before.us:+.1%})", f"{floor:,.1f}", f"{after.us / floor:.2f}",
                 f"{tflops:,.0f}",
                 f"{after.peer_us:,.1f}" if after.peer_us else "",
             ])
         print(f"### {name}\n")
-        table(["tokens", "experts hit", "before µs", "after µs", "p10–p90", "saved", "floor µs", "after / floor",
+        table(["tokens", "experts hit", "before µs", "after µs", "p10–p90", "saved, mean ± 95 %", "floor µs", "after / floor",
                "TFLOP/s", "DeepGEMM, two GEMMs (quoted)"], lines)
     print("### Stages of fp8/triton, glm-4.5-air\n")
     tokens = list(dict.fromkeys(t for t, _ in stage))
