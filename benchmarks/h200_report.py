@@ -59,8 +59,8 @@ def main() -> None:
                 f"{after.peer_us:,.1f}" if after.peer_us else "",
             ])
         print(f"### {name}\n")
-        table(["tokens", "experts hit", "before µs", "after µs", "p10–p90", "saved, mean ± 95 %", "floor µs", "after / floor",
-               "TFLOP/s", "DeepGEMM, two GEMMs (quoted)"], lines)
+        table(["tokens", "experts hit", "before µs", "after µs", "p10–p90", "saved, mean ± 95 %", "floor µs",
+               "after / floor", "TFLOP/s", "DeepGEMM, two GEMMs (quoted)"], lines)
     print("### Stages of fp8/triton, glm-4.5-air\n")
     tokens = list(dict.fromkeys(t for t, _ in stage))
     table(["tokens", *STAGES], [[f"{t:,}", *(f"{stage[t, s].us:,.1f}" for s in STAGES)] for t in tokens])
