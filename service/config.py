@@ -24,6 +24,8 @@ class EngineConfig:
     `graph_sizes` are the batch sizes decoding is padded to there (None: 1, 2, 4, multiples of 8, up to `max_seqs`).
     `prefill_sizes` are the token counts that short prefills are padded to, for CUDA graphs (None: 256 to 2,048 where
     there are graphs; empty: none).
+    `replay`: where decoding has kernels of its own, a preempted sequence's own tokens are decoded again one by one, so
+    that its keys keep their bits; False prefills them at once: faster, rounded differently.
     `admit_interval`: while others run, waiting requests are admitted at most every so many seconds (0: every step).
     """
 
@@ -40,6 +42,7 @@ class EngineConfig:
     graph_sizes: tuple[int, ...] | None = None
     prefill_sizes: tuple[int, ...] | None = None
     admit_interval: float = 0.0
+    replay: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "kv_block", "kv_blocks", "max_batch_tokens", "max_seqs", "max_waiting"):

@@ -62,7 +62,7 @@ class Engine:
                 f"max_model_len {config.max_model_len}: raise kv_blocks or lower max_model_len")
         self.pool = BlockPool(blocks)
         self.runner = make_runner(loaded, blocks, config, self.max_model_len)
-        self.scheduler = Scheduler(config, self.pool)
+        self.scheduler = Scheduler(config, self.pool, replay=config.replay and self.runner.overlapped)
         self.eos_ids = eos_ids(loaded.model, tokenizer)
         self._live: dict[str, Sequence] = {}
         self._inbox: deque[tuple[str, Any]] = deque()
@@ -239,8 +239,12 @@ class Engine:
         if decoding:
             for chunk in decoding:
                 chunk.sequence.computed += 1
-            due = [chunk.sequence for chunk in decoding]
-            flight.add(due, self.runner.decode(decoding, [sampling_row(sequence, self.eos_ids) for sequence in due]))
+            due = [chunk.sequence for chunk in decoding if chunk.sequence.computed == chunk.sequence.known]
+            if len(due) < len(decoding):  # some decode tokens again that they had before a preemption
+                decoding.sort(key=lambda chunk: chunk.sequence.computed < chunk.sequence.known)
+            pending = self.runner.decode(decoding, [sampling_row(sequence, self.eos_ids) for sequence in due])
+            if due:
+                flight.add(due, pending)
         for sequence in flight.due:
             sequence.inflight += 1
         return flight

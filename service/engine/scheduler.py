@@ -24,12 +24,14 @@ class Scheduler:
     """First come, first served: running sequences first, then admissions, within the step's token budget.
 
     A sequence that finds no free block takes those of the youngest running one, which goes back to the head of the
-    queue and is recomputed later from all its tokens; so nothing it has said changes.
+    queue and is recomputed later from all its tokens; so nothing it has said changes. With `replay` only its prompt is
+    recomputed at once, and its own tokens one a step as they were made: for runners that decode with other kernels.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+    def __init__(self, config: EngineConfig, pool: BlockPool, *, replay: bool = False) -> None:
         self.config = config
         self.pool = pool
+        self.replay = replay
         self.running: list[Sequence] = []  # by arrival
         self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
@@ -50,7 +52,7 @@ class Scheduler:
             if sequence.exhausted:
                 index += 1
                 continue
-            count = min(sequence.known - sequence.computed, budget)
+            count = min(self._ahead(sequence), budget)
             if (sequence.computed + count > len(sequence.blocks) * self.config.kv_block
                     and not self._make_room(sequence, count)):
                 break  # it was the youngest itself and has been preempted
@@ -70,13 +72,21 @@ class Scheduler:
             whole = self._blocks_for(len(sequence.ids)) + (1 if self.running else 0)
             if whole > self.pool.free:
                 break
-            count = min(len(sequence.ids), budget)
-            self._make_room(sequence, count)
+            count = min(self._ahead(sequence), budget)
+            # A replayed sequence takes the blocks of all its tokens at once: others would grow into them meanwhile.
+            self._make_room(sequence, len(sequence.ids) if self.replay else count)
             self.waiting.popleft()
             bisect.insort(self.running, sequence, key=lambda s: s.arrival)  # a preempted one keeps its rank
             chunks.append(Chunk(sequence, count))
             budget -= count
         return chunks
+
+    def _ahead(self, sequence: Sequence) -> int:
+        """Tokens that may be computed in one step."""
+        ahead = sequence.known - sequence.computed
+        if not self.replay:
+            return ahead
+        return min(ahead, max(1, sequence.prompt_length - sequence.computed))
 
     def roomy(self) -> bool:
         """Whether the running sequences' next chunks certainly find free blocks."""

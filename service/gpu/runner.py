@@ -145,7 +145,8 @@ class GpuRunner:
         return together, decoding
 
     def decode(self, chunks: list[Chunk], rows: list[Row]) -> Pending:
-        """One token of every sequence, whose `computed` already counts it."""
+        """One token of every sequence, whose `computed` already counts it; the first `len(rows)` are due for the next.
+        """
         block, row = self.block, self.rows
         known, positions, slots, where = [], [], [], []
         for chunk in chunks:
@@ -156,10 +157,12 @@ class GpuRunner:
             slots.append(sequence.blocks[at // block] * block + at % block)
             where.append(row[sequence])
         out, logits = self._steps[self.variant](np.asarray([known, positions, slots, where], dtype=np.int64))
-        extra = sampling.special(logits, rows)
+        due = len(rows)
+        out = out[:, :due]
+        extra = sampling.special(logits[:due], rows)
         if extra is not None:
             out = extra.out
-            self._remember([chunk.sequence for chunk in chunks], out[0])
+            self._remember([chunk.sequence for chunk in chunks[:due]], out[0])
         return sampling.DevicePending(out, rows, extra)
 
     def padded_prefill(self, chunks: list[Chunk]) -> bool:

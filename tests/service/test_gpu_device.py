@@ -122,6 +122,20 @@ def test_captured_prefill(engine: Engine) -> None:
     runner.kv.zero(list(range(1, 33)))
 
 
+def test_preemption_keeps_bits(loaded) -> None:
+    """Eight sequences of up to 420 tokens in 80 blocks: preempted and replayed, the same ids and log-probabilities."""
+    prompts = prompts_of([150, 20, 90, 200, 60, 180, 33, 120], vocab=1000)
+
+    def run(**config):
+        with Running(loaded, **OWN, **config) as engine:
+            answers = generate(engine, prompts, max_tokens=220, ignore_eos=True, **GREEDY)
+            return engine.stats().preemptions_total, [(a.ids, a.logprobs) for a in answers]
+
+    none, want = run()
+    some, got = run(kv_blocks=80)
+    assert none == 0 and some > 0 and got == want
+
+
 def test_probe_is_batch_invariant(engine: Engine) -> None:
     probe = run_probe(engine)
     assert probe.repeatable and probe.batch_invariant, probe.probe
