@@ -76,6 +76,7 @@ class Prepared:
         row = (y.double() - ref.double()).norm(dim=1) / ref.double().norm(dim=1)
         return {
             "ids_equal": torch.equal(routing.ids, ref_routing.ids),
+            "sets_equal": torch.equal(routing.ids.sort(dim=1).values, ref_routing.ids.sort(dim=1).values),
             "weights_max": (routing.weights - ref_routing.weights).abs().max().item(),
             "rel_emulated": numerics.relative_l2(y, ref), "worst_row": row.max().item(),
             "calc_diff": numerics.calc_diff(y, ref), "rel_oracle": numerics.relative_l2(p, true),

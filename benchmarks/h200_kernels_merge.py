@@ -25,7 +25,8 @@ def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
 
     return {
         "shape": cases[0]["shape"], "format": cases[0]["format"], "tokens": cases[0]["tokens"], "seeds": len(cases),
-        "ids_equal": every("ids_equal"), "repeat_equal": every("repeat_equal"),
+        "ids_equal": every("ids_equal"), "cases_with_other_ids": sum(not case["ids_equal"] for case in cases),
+        "repeat_equal": every("repeat_equal"),
         "route_then_experts_equal": every("apart_equal"), "graph_equal": every("graph_equal"),
         "finite": every("finite"), "weights_max_diff": most("weights_max"),
         "rel_emulated_max": round(most("rel_emulated"), 6), "worst_row_max": round(most("worst_row"), 6),
@@ -46,6 +47,7 @@ def merge_check(folder: Path) -> None:
     for key, cases in groups.items():
         if key not in rows or len(cases) >= rows[key]["seeds"]:
             rows[key] = summary(cases)
+    old.pop("graph", None)  # now of every case
     whole = {**old, **new, "prefix_difference_max": prefix, "parity": list(rows.values())}
     target.write_text(json.dumps(whole, indent=0) + "\n")
     seeds: dict[tuple[str, str], set[int]] = {}
@@ -68,6 +70,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     if (folder / "check.json").is_file():
         merge_check(folder)
+    if (folder / "pairs.json").is_file():
+        (RESULTS / "h200-pairs.json").write_text((folder / "pairs.json").read_text())
     if (folder / "h200-moe.json").is_file():
         merge_times(folder)
 

@@ -204,7 +204,7 @@ def main() -> None:
     if "others" in args.phases:
         tasks += [t for n in others
                   for t in h200_tune.forward_tasks(bench.SHAPES[n], "fp8", OTHER_TOKENS)]
-    if "time" in args.phases:
+    if "time" in args.phases or "pairs" in args.phases:
         tasks += [t for f in ("fp8", "nvfp4") for t in h200_tune.forward_tasks(AIR, f, tokens)]
     if "tune" in args.phases:
         tasks += [t for n, counts in tuned.items() for f in formats
@@ -219,6 +219,12 @@ def main() -> None:
         triton_config._table.cache_clear()
     rows: list[bench.Row] = []
     cuda = torch.device("cuda")
+    if "pairs" in args.phases:  # before and after with the same routing: what the two launches cost alone
+        pairs = bench.time_layers(PAIR, AIR, tokens, cuda, ceilings, args.rounds, same_routing=True)
+        save(out, "pairs.json", [row.to_json() for row in pairs])
+        for row in pairs[::2]:
+            print(f"same routing {row.tokens:6d} {row.us:9.1f} us saved {row.detail['saved_us']:7.2f} +- "
+                  f"{row.detail['saved_ci95_us']:.2f}", flush=True)
 
     def keep(more: list[bench.Row]) -> None:
         for row in more:

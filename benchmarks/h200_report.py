@@ -37,6 +37,17 @@ def table(header: list[str], lines: list[list[str]]) -> None:
     print()
 
 
+def pairs() -> None:
+    """What the change saved where both paths chose the same experts."""
+    path = ROOT / "benchmarks" / "results" / "h200-pairs.json"
+    if path.is_file():
+        rows = [r for r in json.loads(path.read_text()) if "saved_us" in r]
+        print("### Same routing before and after, glm-4.5-air\n")
+        table(["tokens", "after µs", "saved, mean ± 95 %"],
+              [[f"{r['tokens']:,}", f"{r['us']:,.1f}", f"{r['saved_us']:+.2f} ± {r['saved_ci95_us']:.2f}"]
+               for r in rows])
+
+
 def main() -> None:
     """Print the tables and draw the plot."""
     rows, ceilings, device = load()
@@ -59,8 +70,9 @@ def main() -> None:
                 f"{after.peer_us:,.1f}" if after.peer_us else "",
             ])
         print(f"### {name}\n")
-        table(["tokens", "experts hit", "before µs", "after µs", "p10–p90", "saved, mean ± 95 %", "floor µs",
+        table(["tokens", "hit", "before µs", "after µs", "p10–p90", "saved, mean ± 95 %", "floor µs",
                "after / floor", "TFLOP/s", "DeepGEMM, two GEMMs (quoted)"], lines)
+    pairs()
     print("### Stages of fp8/triton, glm-4.5-air\n")
     tokens = list(dict.fromkeys(t for t, _ in stage))
     table(["tokens", *STAGES], [[f"{t:,}", *(f"{stage[t, s].us:,.1f}" for s in STAGES)] for t in tokens])

@@ -308,13 +308,16 @@ def input_count(tokens: int) -> int:
 
 def time_layers(
     variants: Sequence[str], shape: BenchShape, tokens: Sequence[int], device: torch.device, ceilings: Ceilings,
-    rounds: int = 30,
+    rounds: int = 30, same_routing: bool = False,
 ) -> list[Row]:
     """The whole layer of each variant at each token count; variants take turns within a token count.
 
-    Of two variants on a GPU, the first's rows say how much faster it was: `saved_us` +- `saved_ci95_us`.
+    `same_routing` takes a bias that BF16 holds exactly, so that `bias=bf16` chooses the same experts. Of
+    two variants on a GPU, the first's rows say how much faster it was: `saved_us` +- `saved_ci95_us`.
     """
     bias = correction_bias(shape, device)
+    if same_routing:
+        bias = bias.bfloat16().float()
     records: dict[str, ExpertWeights] = {}
     layers = []
     for variant in variants:
