@@ -54,6 +54,17 @@ def test_spread_is_median_and_deciles() -> None:
     assert bench.spread([5.0, 1.0, 2.0, 3.0, 4.0, 10.0, 6.0, 7.0, 8.0, 9.0, 11.0]) == (6.0, 2.0, 10.0)
 
 
+def test_paired_difference_sees_through_drift_that_hits_both() -> None:
+    """A clock that slows both sides by half over the run leaves the pairs' 2 µs; noise of known size sets the width."""
+    first = [100.0 + 0.25 * i for i in range(200)]
+    assert bench.paired_difference(first, [x + 2.0 for x in first]) == pytest.approx((2.0, 0.0))
+    noise = [1.0 if i // 10 % 2 else -1.0 for i in range(200)]  # means of ten: +1 and -1 in turn
+    mean, width = bench.paired_difference(first, [x + 2.0 + n for x, n in zip(first, noise, strict=True)])
+    assert mean == pytest.approx(2.0)
+    assert width == pytest.approx(1.96 * (20 / 19) ** 0.5 / 20**0.5)
+    assert bench.paired_difference([1.0], [2.0]) == (1.0, float("inf"))
+
+
 def test_bench_writes_table_csv_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On the CPU, emulated variants; an odd token count."""
     files = {name: tmp_path / f"rows.{name}" for name in ("csv", "json", "png")}
