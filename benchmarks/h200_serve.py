@@ -92,11 +92,12 @@ def main() -> None:
     torch.cuda.empty_cache()
     report.say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, read {report.read / 1e12:.2f} TB/s")
     from benchmarks import h200_serve_air as air
+    from benchmarks import h200_serve_long as long
     from benchmarks import h200_serve_mini as mini
 
     phases = {"compile": lambda r, a: compile_experts(), "mini": mini.correctness, "throughput": mini.throughput,
               "peer": mini.peer, "http": mini.over_http, "air": air.run, "profile": air.profile, "look": air.look,
-              "long": air.long, "bf16": air.bf16_attention, "warm": mini.warm}
+              "long": long.long, "replayed": long.replayed, "bf16": long.bf16_attention, "warm": mini.warm}
     for name in args.phases.split(","):
         began = time.time()
         try:

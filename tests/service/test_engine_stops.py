@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.engine.engine import Engine
 from service.engine.text import TextStream, held_back
@@ -115,6 +117,13 @@ def test_held_back() -> None:
     assert held_back("aaa", ("aaaa",)) == 3
     assert held_back("abc", ("xyz",)) == 0
     assert held_back("", ("x",)) == 0
+
+
+@given(st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
+def test_held_back_is_the_longest_beginning(text: str, stops: list[str]) -> None:
+    """Against its definition: the longest end of the text that is a proper beginning of a stop string."""
+    ends = [n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    assert held_back(text, tuple(stops)) == max(ends, default=0)
 
 
 def test_earliest_stop_wins_and_ties_take_the_longer(tokenizer: Tokenizer) -> None:
