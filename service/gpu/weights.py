@@ -93,7 +93,8 @@ def size(holder: Any) -> int:
         inner = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, Tensor) else (value,)
         for item in inner:
             if isinstance(item, Tensor):
-                tensors[item.data_ptr()] = item.numel() * item.element_size()
+                where = item.data_ptr() if item.layout == torch.strided else id(item)  # packed ones have no pointer
+                tensors[where] = item.numel() * item.element_size()
     return sum(tensors.values())
 
 
