@@ -9,7 +9,6 @@ from torch import Tensor
 from moe_kernels.faults.base import Fault, register
 from moe_kernels.quant import fp8
 from moe_kernels.variants.emulated import Quantized
-from moe_kernels.variants.grouped import grouped_linear
 
 
 class TmaRead:
@@ -85,7 +84,7 @@ class Block116:
     def gemm1(self, x: Quantized, plan) -> Tensor:
         index = (torch.arange(x.q.shape[1], device=x.q.device) // 116).clamp(max=x.scale.shape[0] - 1)
         values = x.q.float() * x.scale.t()[:, index]
-        return grouped_linear(values[plan.token], plan, self._w13)
+        return self.product(values[plan.token], plan, self._w13)
 
 
 class Fp8GateUp:

@@ -13,6 +13,7 @@ from moe_kernels.errors import VariantError
 from moe_kernels.quant import fp8, nvfp4
 from moe_kernels.records import ExpertWeights, Routing, RoutingConfig
 from moe_kernels.registry import VariantSpec
+from moe_kernels.variants import packed
 from moe_kernels.variants.grouped import Dispatch, Matrix, combine, dispatch, grouped_linear
 from moe_kernels.variants.reference import TorchLayer, swiglu
 from moe_kernels.variants.weights import expert_matrices, stack, unscaled_nvfp4
@@ -57,10 +58,14 @@ class EmulatedLayer(TorchLayer):
         """[T, H] in and out, output in hidden.dtype."""
         if not hidden.shape[0]:
             return torch.zeros_like(hidden)
-        plan = dispatch(routing, self.shape.num_experts)
+        plan = self.plan(routing)
         gate_up = self.gemm1(self.quantize_input(hidden), plan)
         intermediate = self.quantize_intermediate(self.activation(gate_up), plan)
         return self.combine(self.gemm2(intermediate, plan), routing, plan).to(hidden.dtype)
+
+    def plan(self, routing: Routing) -> Dispatch:
+        """Rows sorted by expert."""
+        return dispatch(routing, self.shape.num_experts)
 
     def matrix(self, record: ExpertWeights, expert: int, which: str) -> Tensor:
         """FP32 [N, K] that the products use for one expert; `which` is "w13" or "w2"."""
@@ -110,6 +115,31 @@ class Fp8EmulatedLayer(EmulatedLayer):
 
     gemm1_output = "fp32"
 
+    def __init__(
+        self, record: ExpertWeights, config: RoutingConfig, bias: Tensor | None, spec: VariantSpec
+    ) -> None:
+        super().__init__(record, config, bias, spec)
+        # On a CPU oneDNN does the products: for every batch or none, since its FP32 sums differ from MKL's.
+        self._onednn = packed.usable(self.shape, torch.float32, record.w13.device)
+        self._dense: packed.Packed | None = None
+        if self._onednn:
+            self._dense = packed.Packed.make(self._w13, self._w2, self)
+            self._separate = {id(w): packed.separable(w, self) for w in (self._w13, self._w2)}
+        self._own_class = type(self)
+
+    def plan(self, routing: Routing) -> Dispatch:
+        """For few tokens every expert computes all; a fault's class, mixed in later, sees rows sorted by expert."""
+        if (self._dense is not None and routing.ids.shape[0] <= packed.DENSE_TOKENS
+                and type(self) is self._own_class):
+            return self._dense.plan(routing.ids)
+        return super().plan(routing)
+
+    def product(self, rows: Tensor, plan: Dispatch, matrices: Tensor | Matrix) -> Tensor:
+        """Sorted rows times the matrices of their experts."""
+        if self._onednn:
+            return packed.separate(rows, plan, self._separate[id(matrices)])
+        return grouped_linear(rows, plan, matrices)
+
     def quantize_input(self, hidden: Tensor) -> Quantized:
         """E4M3 and scales [H/128, T], by the route that `scales=` names."""
         if self.spec.option("scales") == "copied":
@@ -121,7 +151,10 @@ class Fp8EmulatedLayer(EmulatedLayer):
     def gemm1(self, x: Quantized, plan: Dispatch) -> Tensor:
         """Dequantised tokens, gathered to their experts, times w13."""
         tokens = fp8.dequantize_activations(x.q, x.scale.t())
-        gate_up = grouped_linear(tokens[plan.token], plan, self._w13)
+        if plan.place is not None and self._dense is not None:
+            gate_up = self._dense.gate_up(tokens, plan.place)
+        else:
+            gate_up = self.product(tokens[plan.token], plan, self._w13)
         if self.gemm1_output == "fp8":
             gate_up = torch.cat([_through_fp8(half) for half in gate_up.chunk(2, dim=-1)], dim=-1)
         return gate_up
@@ -133,8 +166,10 @@ class Fp8EmulatedLayer(EmulatedLayer):
 
     def gemm2(self, intermediate: Quantized, plan: Dispatch) -> Tensor:
         """Dequantised intermediate times w2."""
-        return grouped_linear(
-            fp8.dequantize_activations(intermediate.q, intermediate.scale.t()), plan, self._w2)
+        rows = fp8.dequantize_activations(intermediate.q, intermediate.scale.t())
+        if plan.place is not None and self._dense is not None:
+            return self._dense.down(rows, plan.place, plan.slot_row.shape[0])
+        return self.product(rows, plan, self._w2)
 
 
 def _through_fp8(x: Tensor) -> Tensor:

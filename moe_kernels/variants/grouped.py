@@ -56,13 +56,15 @@ class Dispatch:
 
     `token` int64 [R]: token of each sorted row. `expert` int64 [R]: its expert, ascending. `slot_row` int64
     [T, k]: sorted row of each pair. `counts`: rows per expert, E integers on the host (the one
-    synchronisation a layer makes).
+    synchronisation a layer makes). `place` int64 [R], only of plans that `packed.Packed` makes: those keep token order,
+    have no counts, and row r is found at `place[r]` among the results of every token with every expert.
     """
 
     token: Tensor
     expert: Tensor
     slot_row: Tensor
     counts: list[int]
+    place: Tensor | None = None
     _layouts: dict[Cost | None, Layout] = field(default_factory=dict)
 
     def gathered(self) -> Dispatch:
@@ -153,7 +155,8 @@ def grouped_linear(x: Tensor, plan: Dispatch, matrices: Tensor | Matrix) -> Tens
 
 def combine(rows: Tensor, routing: Routing, plan: Dispatch) -> Tensor:
     """Sum over slots of weight * row, FP32 [T, H] from rows [R, H]: always in slot order, no atomics."""
-    picked = rows.float()[plan.slot_row] * routing.weights.float().unsqueeze(-1)  # [T, k, H]
+    chosen = rows.view(*plan.slot_row.shape, -1) if plan.place is not None else rows[plan.slot_row]
+    picked = chosen.float() * routing.weights.float().unsqueeze(-1)  # [T, k, H]
     total = picked[:, 0]
     for slot in range(1, picked.shape[1]):
         total = total + picked[:, slot]

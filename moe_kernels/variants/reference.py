@@ -12,6 +12,7 @@ from moe_kernels.errors import VariantError
 from moe_kernels.records import ExpertWeights, Routing, RoutingConfig
 from moe_kernels.registry import MoELayer, VariantSpec
 from moe_kernels.routing import check_routing, route
+from moe_kernels.variants import packed
 from moe_kernels.variants.grouped import Matrix, combine, dispatch, grouped_linear
 from moe_kernels.variants.weights import expert_matrices, stack
 
@@ -74,6 +75,9 @@ class ReferenceLayer(TorchLayer):
             self._compute_dtype = self._weight_dtype
             self._w13 = self._keep(partial(self._rounded, record, which="w13"))
             self._w2 = self._keep(partial(self._rounded, record, which="w2"))
+        self._packed: packed.Packed | None = None
+        if self._compute_dtype == torch.bfloat16 and packed.usable(self.shape, torch.bfloat16, record.w13.device):
+            self._packed = packed.Packed.make(self._w13, self._w2, self)
 
     def _rounded(self, record: ExpertWeights, expert: int, which: str) -> Tensor:
         return expert_matrices(record, expert, which).to(self._weight_dtype)
@@ -89,6 +93,11 @@ class ReferenceLayer(TorchLayer):
         dtype = hidden.dtype if self._weight_dtype == torch.bfloat16 else torch.float32
         if dtype != self._compute_dtype:
             self._recast(dtype)
+        if self._packed is not None and hidden.shape[0] <= packed.DENSE_TOKENS:
+            plan = self._packed.plan(routing.ids)
+            assert plan.place is not None
+            act = swiglu(self._packed.gate_up(hidden, plan.place), self.swiglu_limit)
+            return combine(self._packed.down(act, plan.place, hidden.shape[0]), routing, plan).to(hidden.dtype)
         plan = dispatch(routing, self.shape.num_experts)
         gate_up = grouped_linear(hidden.to(dtype)[plan.token], plan, self._w13)
         out = grouped_linear(swiglu(gate_up, self.swiglu_limit), plan, self._w2)
@@ -101,5 +110,5 @@ class ReferenceLayer(TorchLayer):
             at = matrices.__getitem__ if isinstance(matrices, Tensor) else matrices
             return self._keep(lambda expert: at(expert).to(dtype))
 
-        self._compute_dtype = dtype
+        self._compute_dtype, self._packed = dtype, None
         self._w13, self._w2 = cast(self._w13), cast(self._w2)
