@@ -30,7 +30,7 @@ def test_probe_of_this_engine(loaded) -> None:
     with Running(loaded) as engine:
         found = run_probe(engine)
     assert found.batch_invariant and found.repeatable and found.max_logprob_difference == 0.0
-    assert "146 log-probabilities" in found.probe and "bit-equal" in found.probe
+    assert "451 log-probabilities" in found.probe and "bit-equal" in found.probe
 
 
 def test_probe_sees_batch_dependence(loaded, monkeypatch: pytest.MonkeyPatch) -> None:
