@@ -58,7 +58,7 @@ class Prepared:
     def prefix_difference(self, tokens: list[int], most: int) -> float:
         """Largest relative L2 between a prefix of the emulated output and the emulation of the prefix."""
         hidden, logits, ref, _, _ = self.seed(0, most)
-        return max(numerics.relative_l2(self.emulated.forward(hidden[:t], logits[:t])[0], ref[:t]) for t in tokens,
+        return max((numerics.relative_l2(self.emulated.forward(hidden[:t], logits[:t])[0], ref[:t]) for t in tokens),
                    default=0.0)
 
     def case(
