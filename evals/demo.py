@@ -10,6 +10,7 @@ BEFORE = "fp8/emulated:bias=bf16,scales=copied"
 AFTER = "fp8/emulated"
 ITEMS = {"mini": 180}  # 178 is the least for a margin of 1.5 points; other models take 200
 ROUTING_ITEMS = 24
+CONCURRENCY = 64  # all that the service decodes at once by default: fewer steps, and answers do not depend on it
 WHY = f"""\
 Compared: {BEFORE}   (the path before SGLang #28555)
 against:  {AFTER}                             (the path after it)
@@ -33,7 +34,8 @@ def arguments(model: str, data: str | None, limit: int | None) -> list[str]:
         # One file of items holds no training split to take shots from; a folder with train.jsonl does.
         extra += ["--shots", "5" if source.is_dir() else "0"]
     limit = limit or ITEMS.get(model, 200)
-    return ["run", task, "--model", model, "--baseline", BEFORE, "--candidate", AFTER, *extra, "--limit", str(limit)]
+    return ["run", task, "--model", model, "--baseline", BEFORE, "--candidate", AFTER, *extra,
+            "--concurrency", str(CONCURRENCY), "--limit", str(limit)]
 
 
 def routing_arguments(command: list[str]) -> list[str]:
