@@ -27,7 +27,9 @@ def graph_sizes(most: int) -> list[int]:
 
 
 @dataclass
-class _Captured:
+class Captured:
+    """A graph and the tensors it reads and writes."""
+
     inputs: Tensor
     out: Tensor
     logits: Tensor
@@ -43,7 +45,7 @@ class DecodeSteps:
 
     def __init__(self, forward: Forward, rows: Rows, sizes: list[int], *, graphs: bool) -> None:
         self.forward, self.rows, self.sizes = forward, rows, sorted(sizes)
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, Captured] = {}
         self.pool: Any = None  # of the graphs' memory: one for all, since they never run at the same time
         kernels = {str(layer.moe.spec.base) for layer in forward.weights.layers if layer.moe is not None}
         self.graphs = graphs and forward.weights.device.type == "cuda" and kernels <= set(CAPTURABLE)
@@ -108,6 +110,6 @@ class DecodeSteps:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 out, logits = self._step(inputs)
             pool = pool or graph.pool()
-            self._captured[size] = _Captured(inputs, out, logits, graph)
+            self._captured[size] = Captured(inputs, out, logits, graph)
         self.pool = pool
         log.info("captured decode graphs of %d sizes up to %d rows", len(self.sizes), self.sizes[-1])

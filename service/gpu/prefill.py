@@ -13,6 +13,7 @@ from torch import Tensor
 
 from service.gpu import sampling
 from service.gpu.forward import ChunkRows, Forward
+from service.gpu.graphs import Captured
 from service.gpu.kv import Rows
 
 log = logging.getLogger("service.gpu")
@@ -58,14 +59,6 @@ class Inputs:
         return 3 * size + 5 * prompts_in(size) + 1
 
 
-@dataclass
-class _Captured:
-    inputs: Tensor
-    out: Tensor
-    logits: Tensor
-    graph: Any
-
-
 class PrefillSteps:
     """Prefills chunks of several sequences and samples greedily after each one's last row, all on the device.
 
@@ -75,7 +68,7 @@ class PrefillSteps:
 
     def __init__(self, forward: Forward, rows: Rows, sizes: list[int], *, graphs: bool, pool: Any = None) -> None:
         self.forward, self.rows, self.sizes = forward, rows, sorted(sizes)
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[int, Captured] = {}
         if graphs:
             self._capture(pool)
 
@@ -130,6 +123,6 @@ class PrefillSteps:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 out, logits = self._step(inputs, size)
             pool = pool or graph.pool()
-            self._captured[size] = _Captured(inputs, out, logits, graph)
+            self._captured[size] = Captured(inputs, out, logits, graph)
         if self.sizes:
             log.info("captured prefill graphs of %d sizes up to %d tokens", len(self.sizes), self.sizes[-1])

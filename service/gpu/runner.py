@@ -157,13 +157,7 @@ class GpuRunner:
             slots.append(sequence.blocks[at // block] * block + at % block)
             where.append(row[sequence])
         out, logits = self._steps[self.variant](np.asarray([known, positions, slots, where], dtype=np.int64))
-        due = len(rows)
-        out = out[:, :due]
-        extra = sampling.special(logits[:due], rows)
-        if extra is not None:
-            out = extra.out
-            self._remember([chunk.sequence for chunk in chunks[:due]], out[0])
-        return sampling.DevicePending(out, rows, extra)
+        return self._pending(out, logits, rows, [chunk.sequence for chunk in chunks[: len(rows)]])
 
     def padded_prefill(self, chunks: list[Chunk]) -> bool:
         """Whether `prefill` takes these chunks: a size holds them, and nothing but their last rows is wanted."""
@@ -191,17 +185,17 @@ class GpuRunner:
             spans[:, i] = first + count, row, at - 1, row if i < due else self.rows.pad
         inputs.starts[len(chunks) :] = at
         out, logits = steps(inputs)
-        out = out[:, :due]
-        extra = sampling.special(logits[:due], rows)
-        if extra is not None:
-            out = extra.out
-            self._remember([chunk.sequence for chunk in chunks[:due]], out[0])
-        return sampling.DevicePending(out, rows, extra)
+        return self._pending(out, logits, rows, [chunk.sequence for chunk in chunks[:due]])
 
     def sample(self, logits: Tensor, rows: list[Row], due: list[Sequence]) -> Pending:
         """Tokens of packed rows; they are also kept on the device for the next step."""
         where = to_device(np.asarray([self.rows[s] for s in due], dtype=np.int64), self.device)
         out = sampling.greedy_kept(logits.to(self.dtype), where, self.rows.last_token)  # exact: `logits` widened them
+        return self._pending(out, logits, rows, due)
+
+    def _pending(self, out: Tensor, logits: Tensor, rows: list[Row], due: list[Sequence]) -> Pending:
+        """What the first `len(rows)` rows sampled: greedily already, or by their own rules, kept for the next step."""
+        out, logits = out[:, : len(rows)], logits[: len(rows)]
         extra = sampling.special(logits, rows)
         if extra is not None:
             out = extra.out
