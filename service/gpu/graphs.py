@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,32 @@ class Captured:
     logits: Tensor
     graph: Any
 
+    @classmethod
+    def of(cls, step: Callable[[Tensor], tuple[Tensor, Tensor]], inputs: Tensor, pool: Any, warm_ups: int) -> Captured:
+        """Run `step` on device tensor `inputs` a few times, which compiles its kernels, then capture it into `pool`."""
+        stream = torch.cuda.Stream(inputs.device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(warm_ups):
+                step(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize(inputs.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            out, logits = step(inputs)
+        return cls(inputs, out, logits, graph)
+
+    def replay(self, host: Tensor) -> tuple[Tensor, Tensor]:
+        """The step's results for other inputs, valid until the next call; never waits for the device."""
+        self.inputs.copy_(host.pin_memory(), non_blocking=True)
+        self.graph.replay()
+        return self.out, self.logits
+
+
+def to_step(host: Tensor, device: torch.device) -> Tensor:
+    """Inputs of a step that is not captured, on its device."""
+    return host.pin_memory().to("cuda", non_blocking=True) if device.type == "cuda" else host
+
 
 class DecodeSteps:
     """Decodes up to max(sizes) rows: pads to the next size, forwards, samples greedily, all on the device.
@@ -64,12 +91,9 @@ class DecodeSteps:
         host = torch.from_numpy(padded)
         captured = self._captured.get(size)
         if captured is None:
-            cuda = self.forward.weights.device.type == "cuda"
-            out, logits = self._step(host.pin_memory().to("cuda", non_blocking=True) if cuda else host)
+            out, logits = self._step(to_step(host, self.forward.weights.device))
         else:
-            captured.inputs.copy_(host.pin_memory(), non_blocking=True)
-            captured.graph.replay()
-            out, logits = captured.out, captured.logits
+            out, logits = captured.replay(host)
         return out[:, :count], logits[:count]
 
     def padding(self, size: int) -> np.ndarray:
@@ -95,21 +119,8 @@ class DecodeSteps:
 
     @torch.inference_mode()
     def _capture(self) -> None:
-        pool = self.pool
-        device = self.forward.weights.device
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-            inputs = torch.from_numpy(self.padding(size)).to(device)
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # compiles and warms up
-                for _ in range(2):
-                    self._step(inputs)
-            torch.cuda.current_stream().wait_stream(stream)
-            torch.cuda.synchronize(device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                out, logits = self._step(inputs)
-            pool = pool or graph.pool()
-            self._captured[size] = Captured(inputs, out, logits, graph)
-        self.pool = pool
+            inputs = torch.from_numpy(self.padding(size)).to(self.forward.weights.device)
+            self._captured[size] = captured = Captured.of(self._step, inputs, self.pool, warm_ups=2)
+            self.pool = self.pool or captured.graph.pool()
         log.info("captured decode graphs of %d sizes up to %d rows", len(self.sizes), self.sizes[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from service.gpu import sampling
 from service.gpu.forward import ChunkRows, Forward
-from service.gpu.graphs import Captured
+from service.gpu.graphs import Captured, to_step
 from service.gpu.kv import Rows
 
 log = logging.getLogger("service.gpu")
@@ -93,11 +94,8 @@ class PrefillSteps:
         host = torch.from_numpy(inputs.buffer)
         captured = self._captured.get(size)
         if captured is None:
-            cuda = self.forward.weights.device.type == "cuda"
-            return self._step(host.pin_memory().to("cuda", non_blocking=True) if cuda else host, size)
-        captured.inputs.copy_(host.pin_memory(), non_blocking=True)
-        captured.graph.replay()
-        return captured.out, captured.logits
+            return self._step(to_step(host, self.forward.weights.device), size)
+        return captured.replay(host)
 
     def _step(self, buffer: Tensor, size: int) -> tuple[Tensor, Tensor]:
         inputs = Inputs.of(buffer, size)
@@ -110,19 +108,9 @@ class PrefillSteps:
 
     @torch.inference_mode()
     def _capture(self, pool: Any) -> None:
-        device = self.forward.weights.device
         for size in reversed(self.sizes):  # the largest first: the others fit into its memory
-            inputs = torch.from_numpy(self.padding(size).buffer).to(device)
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # compiles and warms up
-                self._step(inputs, size)
-            torch.cuda.current_stream().wait_stream(stream)
-            torch.cuda.synchronize(device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                out, logits = self._step(inputs, size)
-            pool = pool or graph.pool()
-            self._captured[size] = Captured(inputs, out, logits, graph)
+            inputs = torch.from_numpy(self.padding(size).buffer).to(self.forward.weights.device)
+            self._captured[size] = captured = Captured.of(partial(self._step, size=size), inputs, pool, warm_ups=1)
+            pool = pool or captured.graph.pool()
         if self.sizes:
             log.info("captured prefill graphs of %d sizes up to %d tokens", len(self.sizes), self.sizes[-1])
