@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_kernels.batch_invariant import sigmoid
 from moe_kernels.errors import ContractError
+from moe_kernels.native import library
 from moe_kernels.records import Routing, RoutingConfig
 
 # Added to the sum of the chosen scores before dividing, as Glm4MoeTopkRouter (transformers) and FlashInfer
@@ -45,14 +46,9 @@ def selection_scores(
     rounds the FP32 bias to BF16 first and still adds in FP32: that is what SGLang did before its #28555 (the
     host cast the bias, the kernel loads it as float whatever its dtype).
     """
-    logits = router_logits.float()
-    scores = logits.softmax(-1) if config.scoring == "softmax" else sigmoid(logits)
-    if bias is None:
-        keys = scores
-    else:
-        if bias_dtype != torch.float32:
-            bias = bias.to(bias_dtype)
-        keys = scores + bias.float()
+    scores = _scores(router_logits, config)
+    bias = _rounded(bias, bias_dtype)
+    keys = scores if bias is None else scores + bias
     if config.n_group > 1:
         # DeepSeek-V3: a group's score is the sum of its two best keys; ties go to the lower group.
         grouped = keys.unflatten(-1, (config.n_group, -1))
@@ -62,6 +58,16 @@ def selection_scores(
         # -inf, not 0: with negative keys a zeroed expert would win (kernels.md §5.3).
         keys = grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)
     return scores, keys
+
+
+def _scores(router_logits: Tensor, config: RoutingConfig) -> Tensor:
+    logits = router_logits.float()
+    return logits.softmax(-1) if config.scoring == "softmax" else sigmoid(logits)
+
+
+def _rounded(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The bias in FP32 after rounding it to `dtype`."""
+    return None if bias is None else bias.to(dtype).float()
 
 
 def route(
@@ -83,6 +89,10 @@ def route(
     if router_logits.ndim != 2 or router_logits.shape[-1] != config.num_experts:
         shape = tuple(router_logits.shape)
         raise ContractError(f"router_logits must be [T, {config.num_experts}], got {shape}")
+    if router_logits.device.type == "cpu" and config.n_group == 1 and (native := library()) is not None:
+        scores = _scores(router_logits, config).contiguous()
+        return Routing(*native.choose(scores, _rounded(bias, bias_dtype), config.top_k, config.norm_topk_prob, SUM_EPS,
+                                      config.routed_scaling_factor))
     scores, keys = selection_scores(router_logits, bias, config, bias_dtype=bias_dtype)
     ids = _top(keys, config.top_k)
     weights = scores.gather(-1, ids)

@@ -68,7 +68,7 @@ class PagedContext:
     """What travels through the model's keyword arguments to the attention function."""
 
     kv: Any  # PagedKV here, PagedLatent in service.latent
-    plan: AttentionPlan
+    plan: Any  # AttentionPlan here, NativePlan in service.native_attention
 
 
 @dataclass(frozen=True, slots=True)

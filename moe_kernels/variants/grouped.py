@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.batch_invariant import padded_rows
+from moe_kernels.native import DTYPES, fits, library
 from moe_kernels.records import Routing
 
 
@@ -153,11 +154,14 @@ def grouped_linear(x: Tensor, plan: Dispatch, matrices: Tensor | Matrix) -> Tens
     return out[layout.position]
 
 
-def combine(rows: Tensor, routing: Routing, plan: Dispatch) -> Tensor:
-    """Sum over slots of weight * row, FP32 [T, H] from rows [R, H]: always in slot order, no atomics."""
+def combine(rows: Tensor, routing: Routing, plan: Dispatch, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Sum over slots of weight * row in FP32, rounded to `dtype`: [T, H] from rows [R, H]; in slot order, no atomics."""
+    kernels = library() if rows.device.type == "cpu" and fits(rows.dtype, rows.shape[-1]) and dtype in DTYPES else None
+    if kernels is not None:
+        return kernels.combine(rows.contiguous(), plan.slot_row, routing.weights.float().contiguous(), dtype)
     chosen = rows.view(*plan.slot_row.shape, -1) if plan.place is not None else rows[plan.slot_row]
     picked = chosen.float() * routing.weights.float().unsqueeze(-1)  # [T, k, H]
     total = picked[:, 0]
     for slot in range(1, picked.shape[1]):
         total = total + picked[:, slot]
-    return total
+    return total.to(dtype)

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_kernels.batch_invariant import pad_rows
-from moe_kernels.records import MoEShape
+from moe_kernels.batch_invariant import pad_rows, padded_rows
+from moe_kernels.native import Library, fits
+from moe_kernels.records import MoEShape, Routing
 from moe_kernels.variants.grouped import Dispatch, Matrix
 from moe_kernels.variants.weights import BUDGET
 
@@ -79,6 +80,7 @@ class Packed:
 
     def __init__(self, w13: Tensor, w2: Tensor) -> None:
         self.experts, self.inter = w13.shape[0], w2.shape[2]
+        self.fits_native = fits(w2.dtype, self.inter, w2.shape[1])
         self._w13 = _pack(w13.flatten(0, 1))
         self._w2 = torch.ops.mkldnn._reorder_convolution_weight(
             w2.flatten(0, 1)[..., None, None], [0, 0], [1, 1], [1, 1], self.experts,
@@ -120,13 +122,24 @@ class Packed:
 
     def down(self, rows: Tensor, place: Tensor, tokens: int) -> Tensor:
         """[R, H] of rows [R, I]."""
-        width = self.experts * self.inter
-        tokens = -(-tokens // 4) * 4
-        spread = rows.new_zeros(tokens * self.experts, self.inter).index_copy_(0, place, rows)
-        image = spread.view(1, 1, tokens, width).permute(0, 3, 1, 2)  # channels last: no copy
+        spread = rows.new_zeros(padded_rows(tokens) * self.experts, self.inter).index_copy_(0, place, rows)
+        return self._all_down(spread).index_select(0, place)
+
+    def _all_down(self, spread: Tensor) -> Tensor:
+        """[T * E, H] of every token's row for every expert, [T * E, I]."""
+        tokens = spread.shape[0] // self.experts
+        image = spread.view(1, 1, tokens, -1).permute(0, 3, 1, 2)  # channels last: no copy
         out = torch.ops.mkldnn._convolution_pointwise(
             image, self._w2, None, [0, 0], [1, 1], [1, 1], self.experts, "none", [], "")
-        return out.permute(0, 2, 3, 1).reshape(tokens * self.experts, -1).index_select(0, place)
+        return out.permute(0, 2, 3, 1).reshape(tokens * self.experts, -1)
+
+    def experts_of(self, hidden: Tensor, routing: Routing, native: Library) -> Tensor:
+        """[T, H] in and out: gate_up, SwiGLU, down and the weighted sum, with the same bits and no gathering."""
+        tokens, k = routing.ids.shape
+        place = (routing.ids + self._starts[:tokens]).flatten()
+        gate_up = _linear(pad_rows(hidden), self._w13).view(-1, 2 * self.inter)
+        spread = native.swiglu(gate_up, place, hidden.new_zeros(gate_up.shape[0], self.inter))
+        return native.combine(self._all_down(spread), place.view(tokens, k), routing.weights, hidden.dtype)
 
 
 def separable(matrices: Tensor | Matrix, owner: object) -> Matrix:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moe_kernels import native
 from moe_kernels.batch_invariant import silu
 from moe_kernels.errors import VariantError
 from moe_kernels.records import ExpertWeights, Routing, RoutingConfig
@@ -45,6 +46,9 @@ def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
 
     `limit` (GLM-5.3-Flash's `swiglu_limit`): gate at most `limit`, up within +-`limit`, before the silu.
     """
+    if (limit is None and gate_up.device.type == "cpu" and native.fits(gate_up.dtype, gate_up.shape[-1] // 2)
+            and gate_up.is_contiguous() and (kernels := native.library()) is not None):
+        return kernels.swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -94,14 +98,17 @@ class ReferenceLayer(TorchLayer):
         if dtype != self._compute_dtype:
             self._recast(dtype)
         if self._packed is not None and hidden.shape[0] <= packed.DENSE_TOKENS:
+            kernels = native.library()
+            if kernels is not None and self.swiglu_limit is None and self._packed.fits_native:
+                return self._packed.experts_of(hidden, routing, kernels)
             plan = self._packed.plan(routing.ids)
             assert plan.place is not None
             act = swiglu(self._packed.gate_up(hidden, plan.place), self.swiglu_limit)
-            return combine(self._packed.down(act, plan.place, hidden.shape[0]), routing, plan).to(hidden.dtype)
+            return combine(self._packed.down(act, plan.place, hidden.shape[0]), routing, plan, hidden.dtype)
         plan = dispatch(routing, self.shape.num_experts)
         gate_up = grouped_linear(hidden.to(dtype)[plan.token], plan, self._w13)
         out = grouped_linear(swiglu(gate_up, self.swiglu_limit), plan, self._w2)
-        return combine(out, routing, plan).to(hidden.dtype)
+        return combine(out, routing, plan, hidden.dtype)
 
     def _recast(self, dtype: torch.dtype) -> None:
         """Serve another hidden dtype (an FP32 model on BF16 weights); happens at the first call."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from service.attention import AttentionPlan, Span, Tiles, plan
+from service.attention import Span
 from service.engine.scheduler import Chunk
 
+Planner = Callable[[list[Span], int], Any]  # spans and rows of a step, padding included -> the attention's plan
 ROW_MULTIPLE = 4  # FP32 products on a CPU round a row alike only in counts that are multiples of 4
 
 
@@ -24,7 +27,7 @@ class Batch:
     ids: Tensor
     positions: Tensor
     slots: Tensor
-    attention: AttentionPlan
+    attention: Any  # what the planner made
 
 
 def padded_tokens(tokens: int) -> int:
@@ -37,10 +40,8 @@ def padded_tokens(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def pack(
-    chunks: list[Chunk], block: int, heads_per_kv: int, tiles: Tiles, device: torch.device
-) -> Batch:
-    """Build the batch; reorders the chunks (decoding ones first, shortest first), which no result depends on."""
+def pack(chunks: list[Chunk], block: int, plan: Planner, device: torch.device) -> Batch:
+    """Build the batch, with `plan(spans, rows)` for attention; reorders the chunks (decoding ones first, shortest first), which no result depends on."""
     chunks = sorted(chunks, key=lambda c: (c.count > 1, c.sequence.computed))
     total = sum(chunk.count for chunk in chunks)
     padded = padded_tokens(total)
@@ -65,5 +66,5 @@ def pack(
     return Batch(
         chunks, starts, total,
         torch.from_numpy(ids).to(device)[None], torch.from_numpy(positions).to(device)[None],
-        torch.from_numpy(slots).to(device), plan(spans, block, heads_per_kv, tiles, device),
+        torch.from_numpy(slots).to(device), plan(spans, padded),
     )

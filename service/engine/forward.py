@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moe_kernels.hf_blocks import Silu
+from moe_kernels.variants.reference import swiglu
 from service import attention
 
 PACK_ROWS = 64  # rows the packed layout is chosen for; any number works with it
@@ -65,7 +67,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        gate_up = self.gate_up(x)
+        if isinstance(self.act_fn, Silu):
+            return self.down(swiglu(gate_up))
+        gate, up = gate_up.chunk(2, dim=-1)
         return self.down(self.act_fn(gate) * up)
 
 
@@ -98,10 +103,11 @@ class Attention(nn.Module):
         self.qkv = Product([module.q_proj, module.k_proj, module.v_proj], packed)
         self.out = Product([module.o_proj], packed)
         self.norm_weight: Tensor | None = None
+        self.eps = 0.0
         if getattr(module, "q_norm", None) is not None:
             self.norm_weight = torch.cat([module.q_norm.weight.data.expand(heads, -1),
                                           module.k_norm.weight.data.expand(kv_heads, -1)])
-            self.eps: float = module.q_norm.variance_epsilon
+            self.eps = module.q_norm.variance_epsilon
 
     def forward(self, x: Tensor, rotary: Rotary, paged: attention.PagedContext) -> Tensor:
         """[1, T, H] -> [1, T, H]; stores this step's keys and values."""

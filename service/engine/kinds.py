@@ -8,25 +8,27 @@ from typing import Any
 
 import torch
 
-from service import attention, latent
-from service.attention import Tiles
+from moe_kernels import native
+from service import attention, latent, native_attention
+from service.attention import Span, Tiles
 from service.config import ConfigError
+from service.engine.batch import Planner
 from service.engine.kv_cache import PagedKV, PagedLatent
 
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """`name` as registered with transformers; `heads_per_kv` query heads share a KV head.
+    """`name` as registered with transformers; `plan` makes what it needs to know of a step.
 
-    `inputs` go to the model's forward beside the packed batch. `sparse_from`: context length from which not every
+    `invariant`: whether a query's bits do not depend on the batch. `inputs` go to the model's forward beside the packed batch. `sparse_from`: context length from which not every
     token is attended to (DSA), None: never.
     """
 
     name: str
     kv: PagedKV | PagedLatent
-    tiles: Tiles
+    plan: Planner
+    invariant: bool
     dtype: torch.dtype
-    heads_per_kv: int
     inputs: Mapping[str, Any] = field(default_factory=dict)
     sparse_from: int | None = None
 
@@ -54,9 +56,20 @@ def _grouped(model: Any, blocks: int, block: int) -> AttentionKind:
     config, weight = model.config, model.model.layers[0].self_attn.k_proj.weight
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    tiles = attention.choose_tiles(kv_heads, heads // kv_heads, head_dim, weight.dtype, block, weight.device.type)
     kv = PagedKV(config.num_hidden_layers, blocks, block, kv_heads, head_dim, weight.dtype, weight.device)
-    return AttentionKind(attention.NAME, kv, tiles, weight.dtype, heads // kv_heads)
+    if weight.device.type == "cpu" and native.fits(weight.dtype, head_dim) and native.library() is not None:
+        native_attention.register()
+        return AttentionKind(native_attention.NAME, kv, native_attention.plan, True, weight.dtype)
+    tiles = attention.choose_tiles(kv_heads, heads // kv_heads, head_dim, weight.dtype, block, weight.device.type)
+    plan = _planner(block, heads // kv_heads, tiles, weight.device)
+    return AttentionKind(attention.NAME, kv, plan, tiles.invariant, weight.dtype)
+
+
+def _planner(block: int, heads_per_kv: int, tiles: Tiles, device: torch.device) -> Planner:
+    def plan(spans: list[Span], rows: int) -> attention.AttentionPlan:
+        return attention.plan(spans, block, heads_per_kv, tiles, device)
+
+    return plan
 
 
 def _latent(model: Any, blocks: int, block: int) -> AttentionKind:
@@ -76,5 +89,5 @@ def _latent(model: Any, blocks: int, block: int) -> AttentionKind:
         # Given as a dict, the mask is taken as it is: transformers builds none. The paged indexer does not read it.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=weight.device)
         inputs["attention_mask"] = dict.fromkeys({*config.layer_types, "indexed_attention"}, mask)
-    return AttentionKind(latent.NAME, kv, tiles, weight.dtype, 1, inputs,
+    return AttentionKind(latent.NAME, kv, _planner(block, 1, tiles, weight.device), tiles.invariant, weight.dtype, inputs,
                          config.index_topk if indexers else None)

@@ -60,8 +60,8 @@ class PagedKV:
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         row = heads * head_dim
         # Views made once: indexing a tensor costs microseconds, and there are layers x steps of them.
-        self._k_slots = [layer.view(-1, row) for layer in self.k]
-        self._v_slots = [layer.view(-1, row) for layer in self.v]
+        self.k_slots = [layer.view(-1, row) for layer in self.k]
+        self.v_slots = [layer.view(-1, row) for layer in self.v]
         self.k_blocks = [layer.view(blocks + 1, -1) for layer in self.k]
         self.v_blocks = [layer.view(blocks + 1, -1) for layer in self.v]
         self.slots: Tensor | None = None  # int64 [tokens without padding], set by the runner before each forward
@@ -79,8 +79,8 @@ class PagedKV:
         if slots is None:
             raise RuntimeError("the KV pool has no slots set: call the model through service.engine")
         tokens = slots.shape[0]
-        self._k_slots[layer].index_copy_(0, slots, key[:tokens])
-        self._v_slots[layer].index_copy_(0, slots, value[:tokens])
+        self.k_slots[layer].index_copy_(0, slots, key[:tokens])
+        self.v_slots[layer].index_copy_(0, slots, value[:tokens])
 
     def zero(self, blocks: list[int]) -> None:
         """Wipe blocks that may hold NaN: attention multiplies masked values by 0, and 0 x NaN is NaN."""

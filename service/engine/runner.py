@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from service import attention
+from moe_kernels import native
+from service import attention, native_attention
 from service.config import EngineConfig
 from service.engine.batch import Batch, pack
 from service.engine.flight import Pending, Ready
 from service.engine.forward import PackedForward
 from service.engine.kinds import attention_kind
 from service.engine.kv_cache import PagedKV, PagedLatent
+from service.engine.native_forward import NativeForward, fitting
 from service.engine.routing import RoutingTap
 from service.engine.sampler import Row, sample
 from service.engine.scheduler import Chunk
@@ -74,7 +77,7 @@ class ModelRunner:
     overlapped = False  # every token is read in the step that computes it
     cuda_graph = False
     forward_name = "transformers"
-    kernels: dict[str, str] = {}
+    kernels: Mapping[str, str] = {}
     padded_sizes: tuple[int, ...] = ()  # that `prefill` pads to
 
     def __init__(self, loaded: Loaded, blocks: int, block: int) -> None:
@@ -82,10 +85,12 @@ class ModelRunner:
         kind = attention_kind(model, blocks, block)
         self.model = model
         self.device = next(model.parameters()).device
-        self.dtype, self.tiles, self.kv = kind.dtype, kind.tiles, kind.kv
+        self.dtype, self.kv = kind.dtype, kind.kv
         self.kind = kind
         self.vocab = model.config.vocab_size
         self.attention_name = kind.name
+        if self.device.type == "cpu":
+            self.kernels = {"cpu": "compiled" if native.library() else "torch"}
         self.block = block
         self.blocks = blocks
         self.routing = RoutingTap(model)
@@ -117,7 +122,7 @@ class ModelRunner:
 
     def pack(self, chunks: list[Chunk]) -> Batch:
         """Flat tensors for a step."""
-        return pack(chunks, self.block, self.kind.heads_per_kv, self.tiles, self.device)
+        return pack(chunks, self.block, self.kind.plan, self.device)
 
     def hidden(self, batch: Batch) -> Tensor:
         """Final hidden states [T, hidden] of all packed rows, padding included; writes the KV pool."""
@@ -154,15 +159,20 @@ class ModelRunner:
             if first <= self.blocks + 1:
                 batches.append(self.pack(chunks))
         want = [self.stock_hidden(batch) for batch in batches]
-        heads = self.model.config.num_attention_heads
-        packed = PackedForward(self.model, heads, self.kv.heads, self.kv.head_dim)
-        self.packed = packed
+        self.packed = packed = self._make_packed()
         same = all(torch.equal(self.hidden(batch), stock) for batch, stock in zip(batches, want, strict=True))
         self.kv.zero(list(range(1, min(self.blocks, 64) + 1)))
         if not same:
             packed.undo()
             log.info("the packed forward's bits differ from transformers' here: using transformers' own")
         return packed if same else None
+
+    def _make_packed(self) -> PackedForward:
+        heads, kernels = self.model.config.num_attention_heads, native.library()
+        if kernels is not None and self.kind.name == native_attention.NAME and fitting(self.model, self.kv):
+            positions = min(self.model.config.max_position_embeddings, self.blocks * self.block)
+            return NativeForward(self.model, heads, self.kv, kernels, positions)
+        return PackedForward(self.model, heads, self.kv.heads, self.kv.head_dim)
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """FP32 logits [R, vocab] of the chosen rows (all when None)."""
