@@ -17,7 +17,8 @@ from moe_kernels import __version__
 from moe_kernels.convert import conversion
 from moe_kernels.errors import CheckpointError
 from moe_kernels.formats import Checkpoint, open_checkpoint
-from moe_kernels.formats.checkpoint import cache_dir, file_sha256
+from moe_kernels.formats.checkpoint import file_sha256
+from moe_kernels.paths import cache_dir
 from moe_kernels.quantize import QUANTIZER_VERSION, quantize
 from moe_kernels.records import WeightFormat
 

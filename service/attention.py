@@ -62,6 +62,30 @@ class AttentionPlan:
     tokens: int
     row_multiple: int
 
+    def attend(self, kv: Any, query: Tensor, layer: int, scaling: float) -> Tensor:
+        """Attention of packed queries [T, heads * head_dim] over the pool of one layer; the same shape comes back."""
+        tokens, width = query.shape
+        dim = kv.head_dim
+        rows = query.view(tokens, kv.heads, -1, dim)
+        per_kv = rows.shape[2]
+        k_pool, v_pool = kv.k_blocks[layer], kv.v_blocks[layer]
+        parts = []
+        for group in self.groups:
+            n, q_count = group.sequences, group.queries
+            k = k_pool.index_select(0, group.table).view(n, -1, kv.heads, dim).transpose(1, 2)
+            v = v_pool.index_select(0, group.table).view(n, -1, kv.heads, dim).transpose(1, 2)
+            q = rows[group.start : group.start + n * q_count]
+            if q_count == 1:
+                out = sdpa(q, k, v, group.mask, scaling, self.row_multiple).reshape(n, width)
+            else:
+                q = q.transpose(0, 1).reshape(1, kv.heads, q_count * per_kv, dim)
+                out = sdpa(q, k, v, group.mask, scaling, self.row_multiple)
+                out = out.view(kv.heads, q_count, per_kv, dim).transpose(0, 1).reshape(q_count, width)
+            parts.append(out)
+        if self.tokens < tokens:
+            parts.append(query.new_zeros(tokens - self.tokens, width))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
 
 @dataclass(frozen=True, slots=True)
 class PagedContext:
@@ -147,36 +171,11 @@ def paged_attention(
     `key` and `value` are this step's only and already in the pool, so they are not read.
     """
     if paged is None:
-        raise RuntimeError(f"attention '{NAME}' needs a `paged` context: call the model through service.engine")
+        raise RuntimeError("paged attention needs a `paged` context: call the model through service.engine")
     _, heads, tokens, dim = query.shape
-    out = attend(paged, query[0].transpose(0, 1).reshape(tokens, -1), int(module.layer_idx), scaling)  # type: ignore
+    rows = query[0].transpose(0, 1).reshape(tokens, -1)
+    out = paged.plan.attend(paged.kv, rows, int(module.layer_idx), scaling)  # type: ignore[arg-type]
     return out.view(1, tokens, heads, dim), None
-
-
-def attend(paged: PagedContext, query: Tensor, layer: int, scaling: float) -> Tensor:
-    """Attention of packed queries [T, heads * head_dim] over the pool of one layer; the same shape comes back."""
-    kv, steps = paged.kv, paged.plan
-    tokens, width = query.shape
-    dim = kv.head_dim
-    rows = query.view(tokens, kv.heads, -1, dim)
-    per_kv = rows.shape[2]
-    k_pool, v_pool = kv.k_blocks[layer], kv.v_blocks[layer]
-    parts = []
-    for group in steps.groups:
-        n, q_count = group.sequences, group.queries
-        k = k_pool.index_select(0, group.table).view(n, -1, kv.heads, dim).transpose(1, 2)
-        v = v_pool.index_select(0, group.table).view(n, -1, kv.heads, dim).transpose(1, 2)
-        q = rows[group.start : group.start + n * q_count]
-        if q_count == 1:
-            out = sdpa(q, k, v, group.mask, scaling, steps.row_multiple).reshape(n, width)
-        else:
-            q = q.transpose(0, 1).reshape(1, kv.heads, q_count * per_kv, dim)
-            out = sdpa(q, k, v, group.mask, scaling, steps.row_multiple)
-            out = out.view(kv.heads, q_count, per_kv, dim).transpose(0, 1).reshape(q_count, width)
-        parts.append(out)
-    if steps.tokens < tokens:
-        parts.append(query.new_zeros(tokens - steps.tokens, width))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, row_multiple: int) -> Tensor:
@@ -257,8 +256,8 @@ def _sensitive(generator: torch.Generator, kv_heads: int, per_kv: int, dim: int,
     return q, k, v
 
 
-def register() -> None:
-    """Make the name known to transformers; it builds no mask for names it has no mask function for."""
+def register(name: str = NAME) -> None:
+    """Make a name known to transformers; it builds no mask for names it has no mask function for."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, paged_attention)
+    AttentionInterface.register(name, paged_attention)

@@ -20,15 +20,11 @@ from moe_kernels.formats.experts import canonical, check_finite, check_scale, re
 from moe_kernels.formats.files import ShardReader, TensorInfo, read_json, read_tensor_table
 from moe_kernels.formats.layout import Layout, StoredModule, expert_modules, match
 from moe_kernels.formats.markers import QuantScheme, declared_scheme
+from moe_kernels.paths import cache_dir
 from moe_kernels.quant import codec
 from moe_kernels.records import ExpertWeights, MoEShape, RoutingConfig, WeightFormat
 
 log = logging.getLogger(__name__)
-
-
-def cache_dir() -> Path:
-    """Where converted checkpoints and file hashes are kept: MOE_PARITY_CACHE or ~/.cache/moe-parity."""
-    return Path(os.environ.get("MOE_PARITY_CACHE") or Path.home() / ".cache" / "moe-parity")
 
 
 class Checkpoint:

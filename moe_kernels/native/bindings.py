@@ -33,6 +33,8 @@ _SIGNATURES = {
     "negated_gate": [_P] * 3 + [_I] * 4,
     "swiglu": [_P] * 4 + [_I] * 4,
     "combine": [_P] * 4 + [_I] * 6,
+    "quantise_fp8": [_P] * 3 + [_L] * 2 + [_I] * 3 + [_F, _I, _I],
+    "dequantise_fp8": [_P] * 3 + [_L] * 2 + [_I] * 4,
     "choose": [_P] * 4 + [_I] * 4 + [_F, _F, _I, _I],
 }
 
@@ -67,6 +69,7 @@ class Library:
         self._prepare, self._choose = self._functions["qk_norm_rope_store"], self._functions["choose"]
         self._negate, self._swiglu = self._functions["negated_gate"], self._functions["swiglu"]
         self._combine = self._functions["combine"]
+        self._quantise, self._dequantise = self._functions["quantise_fp8"], self._functions["dequantise_fp8"]
 
     def paged_attention(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, blocks: Tensor, starts: Tensor,
                         lengths: Tensor, longest: int, block: int, kv_heads: int, scaling: float) -> Tensor:
@@ -144,6 +147,20 @@ class Library:
         self._choose(_address(scores), _address(bias), ids.data_ptr(), weights.data_ptr(), tokens, experts, top_k,
                      normalise, eps, factor, self._width, torch.get_num_threads())
         return ids, weights
+
+    def quantise_fp8(self, x: Tensor, q: Tensor, scale: Tensor, group: int, eps: float) -> None:
+        """x [M, K] to q E4M3 [M, K] and FP32 scales [M, K / group] of any strides; see quant.fp8."""
+        rows, columns = x.shape
+        self._quantise(_address(x), _address(q), scale.data_ptr(), *scale.stride(), rows, columns, group, eps,
+                       x.dtype == torch.bfloat16, torch.get_num_threads())
+
+    def dequantise_fp8(self, q: Tensor, scale: Tensor, group: int) -> Tensor:
+        """FP32 [M, K] of q E4M3 [M, K] and FP32 scales [M, K / group] of any strides."""
+        rows, columns = q.shape
+        out = torch.empty(rows, columns)
+        self._dequantise(_address(q), scale.data_ptr(), out.data_ptr(), *scale.stride(), rows, columns, group,
+                         torch.get_num_threads())
+        return out
 
 
 @lru_cache(maxsize=1)

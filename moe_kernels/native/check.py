@@ -18,7 +18,7 @@ def differing(library: Library) -> list[str]:
     """Names of the functions whose results are not torch's: to the bit, for attention within rounding."""
     checks: dict[str, Callable[[Library, torch.Generator, torch.dtype], bool]] = {
         "add_rms_norm": _norms, "qk_norm_rope_store": _queries, "swiglu": _swiglu, "combine": _combine,
-        "choose": _choose, "paged_attention": _attention}
+        "choose": _choose, "quantise_fp8": _fp8, "paged_attention": _attention}
     wrong = []
     with torch.inference_mode():
         for name, check in checks.items():
@@ -116,6 +116,24 @@ def _choose(library: Library, g: torch.Generator, dtype: torch.dtype) -> bool:
             same &= torch.equal(ids, want)
             same &= torch.equal(weights, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * 2.5)
     return same
+
+
+def _fp8(library: Library, g: torch.Generator, dtype: torch.dtype) -> bool:
+    x = _random(g, dtype, 6, 4, 64) * 2.0 ** torch.randint(-30, 6, (6, 4, 64), generator=g)
+    x[0, 0], x[1, 1, 5], x[2, 2, 7], x[3, 3] = 0.0, torch.nan, -torch.inf, x[3, 3] / x[3, 3].abs().amax() * 448.0
+    x = x.to(dtype)
+    amax = x.float().abs().amax(-1).clamp_(min=1e-10)
+    want_scale = amax / torch.tensor(448.0)
+    want = (x.float() / want_scale.unsqueeze(-1)).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+    q, scale = torch.empty(6, 256, dtype=torch.float8_e4m3fn), torch.empty(4, 6).t()
+    library.quantise_fp8(x.flatten(1), q, scale, 64, 1e-10)
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)[None]
+    step = torch.tensor([[0.75]])
+    back = library.dequantise_fp8(every, step, 256)
+    return (torch.equal(q.view(torch.uint8) & 0x7F, want.flatten(1).view(torch.uint8) & 0x7F)
+            and torch.equal(q.float().nan_to_num(7.0), want.flatten(1).float().nan_to_num(7.0))
+            and torch.equal(scale.nan_to_num(7.0), want_scale.nan_to_num(7.0))
+            and torch.equal(back.nan_to_num(7.0), (every.float() * step).nan_to_num(7.0)))
 
 
 def _attention(library: Library, g: torch.Generator, dtype: torch.dtype) -> bool:

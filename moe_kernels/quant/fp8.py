@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.errors import ContractError, QuantizationError
+from moe_kernels.native import Library, fits, library
 from moe_kernels.quant.blocks import ceil_div, constant, require_finite, require_float, slices
 from moe_kernels.records import FP8_BLOCK
 
@@ -66,6 +67,10 @@ def quantize_activations(
     groups = ceil_div(columns, group)
     q = torch.empty(tokens, columns, dtype=E4M3, device=x.device)
     scale = _scale_storage(tokens, groups, "row" if ue8m0 else layout, x.device)
+    kernels = _kernels(x.dtype, x.device, columns, group)
+    if kernels is not None and not ue8m0:
+        kernels.quantise_fp8(x.contiguous(), q, scale, group, eps)
+        return q, scale
     for part in slices(tokens, columns, x.device):
         values = _grouped(x[part], groups, group)
         amax = values.abs().amax(-1).clamp_(min=eps) if columns else scale[part]
@@ -88,11 +93,19 @@ def dequantize_activations(q: Tensor, scale: Tensor, group: int = FP8_BLOCK) -> 
         raise ContractError(
             f"scale must be [{tokens}, {groups}] for q [{tokens}, {columns}], got {list(scale.shape)}"
         )
+    kernels = _kernels(torch.float32, q.device, columns, group)
+    if kernels is not None and scale.dtype == torch.float32 and q.dtype == E4M3:
+        return kernels.dequantise_fp8(q.contiguous(), scale, group)
     out = torch.empty(tokens, columns, device=q.device)
     for part in slices(tokens, columns, q.device):
         values = _grouped(decode_e4m3(q[part]), groups, group).mul_(scale[part].unsqueeze(-1))
         out[part] = values.flatten(1)[:, :columns]
     return out
+
+
+def _kernels(dtype: torch.dtype, device: torch.device, columns: int, group: int) -> Library | None:
+    """The compiled kernels where they take rows of this kind; same bits."""
+    return library() if device.type == "cpu" and fits(dtype, columns, group) and columns % group == 0 else None
 
 
 def quantize_weight_blocks(

@@ -155,7 +155,7 @@ def grouped_linear(x: Tensor, plan: Dispatch, matrices: Tensor | Matrix) -> Tens
 
 
 def combine(rows: Tensor, routing: Routing, plan: Dispatch, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Sum over slots of weight * row in FP32, rounded to `dtype`: [T, H] from rows [R, H]; in slot order, no atomics."""
+    """Sum over slots of weight * row in FP32, then in `dtype`: [T, H] from rows [R, H]; in slot order, no atomics."""
     kernels = library() if rows.device.type == "cpu" and fits(rows.dtype, rows.shape[-1]) and dtype in DTYPES else None
     if kernels is not None:
         return kernels.combine(rows.contiguous(), plan.slot_row, routing.weights.float().contiguous(), dtype)

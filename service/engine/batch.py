@@ -41,7 +41,7 @@ def padded_tokens(tokens: int) -> int:
 
 
 def pack(chunks: list[Chunk], block: int, plan: Planner, device: torch.device) -> Batch:
-    """Build the batch, with `plan(spans, rows)` for attention; reorders the chunks (decoding ones first, shortest first), which no result depends on."""
+    """Build the batch; reorders the chunks (decoding ones first, shortest first), which no result depends on."""
     chunks = sorted(chunks, key=lambda c: (c.count > 1, c.sequence.computed))
     total = sum(chunk.count for chunk in chunks)
     padded = padded_tokens(total)

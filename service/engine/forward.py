@@ -123,7 +123,7 @@ class Attention(nn.Module):
         qk = rotary(qk).view(tokens, -1)
         width = self.heads * self.head_dim
         paged.kv.store(qk[:, width:], qkv[:, turning * self.head_dim :], self.layer)
-        return self.out(attention.attend(paged, qk[:, :width], self.layer, self.scaling))[None]
+        return self.out(paged.plan.attend(paged.kv, qk[:, :width], self.layer, self.scaling))[None]
 
 
 class PackedForward(nn.Module):

@@ -20,8 +20,8 @@ from service.engine.kv_cache import PagedKV, PagedLatent
 class AttentionKind:
     """`name` as registered with transformers; `plan` makes what it needs to know of a step.
 
-    `invariant`: whether a query's bits do not depend on the batch. `inputs` go to the model's forward beside the packed batch. `sparse_from`: context length from which not every
-    token is attended to (DSA), None: never.
+    `invariant`: whether a query's bits do not depend on the batch. `inputs` go to the model's forward beside the packed
+    batch. `sparse_from`: context length from which not every token is attended to (DSA), None: never.
     """
 
     name: str
@@ -58,7 +58,7 @@ def _grouped(model: Any, blocks: int, block: int) -> AttentionKind:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv = PagedKV(config.num_hidden_layers, blocks, block, kv_heads, head_dim, weight.dtype, weight.device)
     if weight.device.type == "cpu" and native.fits(weight.dtype, head_dim) and native.library() is not None:
-        native_attention.register()
+        attention.register(native_attention.NAME)
         return AttentionKind(native_attention.NAME, kv, native_attention.plan, True, weight.dtype)
     tiles = attention.choose_tiles(kv_heads, heads // kv_heads, head_dim, weight.dtype, block, weight.device.type)
     plan = _planner(block, heads // kv_heads, tiles, weight.device)
@@ -89,5 +89,6 @@ def _latent(model: Any, blocks: int, block: int) -> AttentionKind:
         # Given as a dict, the mask is taken as it is: transformers builds none. The paged indexer does not read it.
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=weight.device)
         inputs["attention_mask"] = dict.fromkeys({*config.layer_types, "indexed_attention"}, mask)
-    return AttentionKind(latent.NAME, kv, _planner(block, 1, tiles, weight.device), tiles.invariant, weight.dtype, inputs,
+    plan = _planner(block, 1, tiles, weight.device)
+    return AttentionKind(latent.NAME, kv, plan, tiles.invariant, weight.dtype, inputs,
                          config.index_topk if indexers else None)

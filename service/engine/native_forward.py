@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_kernels.native import Library, fits
-from service import attention, native_attention
+from service import attention
 from service.engine.forward import PackedForward
 from service.engine.kv_cache import PagedKV
 
@@ -29,12 +29,13 @@ class NativeForward(PackedForward):
         super().__init__(model, heads, kv.heads, kv.head_dim)
         self.native, self.kv, self.heads = native, kv, heads
         layers = self.model.layers
+        self._pairs: list[tuple[Any, Any]] = list(zip(layers, self.attention, strict=True))
         self._norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
         self._norms.append(self.model.norm)
         self._table = self._angles(positions)
 
     def _angles(self, positions: int) -> tuple[Tensor, Tensor] | None:
-        """Cosines and signed sines [positions, rotated dimensions] where they depend on the position alone."""
+        """Cosines and sines [positions, rotated dimensions] where they depend on the position alone."""
         rotary = self.model.rotary_emb
         if getattr(rotary, "rope_type", "") != "default" or positions * rotary.inv_freq.shape[0] * 8 > TABLE_LIMIT:
             return None
@@ -54,11 +55,11 @@ class NativeForward(PackedForward):
         assert slots is not None  # the runner has set them
         delta: Tensor | None = None
         norms = iter(self._norms)
-        for layer, attend in zip(self.model.layers, self.attention, strict=True):
+        for layer, attend in self._pairs:
             hidden, normed = self._add_norm(hidden, delta, next(norms))
             q = native.qk_norm_rope_store(attend.qkv(normed), attend.norm_weight, attend.eps, cos, sin, slots,
                                           self.heads, kv.heads, kv.k_slots[attend.layer], kv.v_slots[attend.layer])
-            attended = native_attention.attend(native, paged, q, attend.layer, attend.scaling)
+            attended = paged.plan.attend(kv, q, attend.layer, attend.scaling)
             hidden, normed = self._add_norm(hidden, attend.out(attended), next(norms))
             delta = layer.mlp(normed)
         return self._add_norm(hidden, delta, next(norms))[1]

@@ -168,11 +168,12 @@ class ModelRunner:
         return packed if same else None
 
     def _make_packed(self) -> PackedForward:
-        heads, kernels = self.model.config.num_attention_heads, native.library()
-        if kernels is not None and self.kind.name == native_attention.NAME and fitting(self.model, self.kv):
+        heads, kernels, kv = self.model.config.num_attention_heads, native.library(), self.kv
+        assert isinstance(kv, PagedKV)
+        if kernels is not None and self.kind.name == native_attention.NAME and fitting(self.model, kv):
             positions = min(self.model.config.max_position_embeddings, self.blocks * self.block)
-            return NativeForward(self.model, heads, self.kv, kernels, positions)
-        return PackedForward(self.model, heads, self.kv.heads, self.kv.head_dim)
+            return NativeForward(self.model, heads, kv, kernels, positions)
+        return PackedForward(self.model, heads, kv.heads, kv.head_dim)
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """FP32 logits [R, vocab] of the chosen rows (all when None)."""

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_kernels import hf
+from moe_kernels import hf, native
 from service import fingerprint, latent
 from service.config import ConfigError
 from service.engine.kinds import attention_kind
@@ -22,6 +22,7 @@ from tests.service.engine_tools import GREEDY, Running, byte_tokenizer, generate
 from tests.service.test_engine_exact import oracle_check
 from tests.service.test_engine_invariance import run
 
+PAGED = "moe_parity_native" if native.library() else "moe_parity_paged"
 TYPES = [t for t in family.MODEL_TYPES if t != "glm4_moe"]
 TOLERANCE = 2e-5  # log-probabilities, FP32; measured maximum 3.3e-6 over the 80 models
 SEEDS = [*range(3), *(pytest.param(s, marks=pytest.mark.slow) for s in range(3, 20))]
@@ -57,11 +58,11 @@ def test_bits_do_not_depend_on_the_batch(tmp_path: Path, model_type: str) -> Non
     loaded = hf.load_model(family.tiny(model_type, tmp_path / "m", seed=1), "bf16/reference")
     prompts = prompts_of([3, 65, 9, 100, 40], vocab=256)
     with Running(loaded, byte_tokenizer(tmp_path / "t")) as engine:
-        assert engine.runner.tiles.invariant
+        assert engine.runner.kind.invariant
         said = fingerprint.build(loaded, engine.tokenizer, engine, "tiny")
     assert said["determinism"]["batch_invariant"] is True and "bit-equal" in said["determinism"]["probe"]
     latents = model_type != "qwen3_moe"
-    assert said["engine"]["attention"] == (latent.NAME if latents else "moe_parity_paged")
+    assert said["engine"]["attention"] == (latent.NAME if latents else PAGED)
     assert (6 if model_type == "glm_moe_dsa" else 5) == int(said["determinism"]["probe"].split()[0])
     together = run(loaded, prompts)
     for config in (dict(max_batch_tokens=8), dict(max_seqs=1)):

@@ -44,7 +44,7 @@ def test_alone_equals_any_batch(model) -> None:
     prompts = prompts_of(LENGTHS)
     together = run(model, prompts)
     with Running(model) as engine:
-        assert engine.runner.tiles.invariant
+        assert engine.runner.kind.invariant
         for i, prompt in enumerate(prompts):
             (alone,) = generate(
                 engine, [prompt], max_tokens=24, logprobs=4, prompt_logprobs=2, ignore_eos=True, **GREEDY
