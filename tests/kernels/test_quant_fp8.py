@@ -73,11 +73,13 @@ def test_error_is_at_most_half_a_step(tokens, columns, seed, scale, dtype, layou
     q, s = quantize_activations(x, layout=layout)
     error = (dequantize_activations(q, s) - x.float()).abs()
     per_column = s.repeat_interleave(128, dim=1)[:, :columns]
+    # FP32 rounds x / s and q * s: 2^-23 of up to 448 s, beside half a step of 16 s
+    slack = 1 + 4e-6
     # half the largest spacing of E4M3 is 16; relative half-spacing of its normal numbers 2^-4
-    assert (error <= per_column * 16 * (1 + 1e-6)).all()
+    assert (error <= per_column * 16 * slack).all()
     normal = x.float().abs() >= per_column * 2.0**-6
-    assert (error[normal] <= x.float().abs()[normal] * 2.0**-4 * (1 + 1e-6)).all()
-    assert (error[~normal] <= per_column[~normal] * 2.0**-10 * (1 + 1e-6)).all()
+    assert (error[normal] <= x.float().abs()[normal] * 2.0**-4 * slack).all()
+    assert (error[~normal] <= per_column[~normal] * 2.0**-10 * slack).all()
 
 
 @SETTINGS
