@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_kernels import native
 from service.engine import forward
+from service.engine.native_forward import NativeForward
 from tests.service.engine_tools import GREEDY, Running, generate, loaded_stock, prompts_of
 from tests.tiny import glm4_moe
 
@@ -17,6 +19,25 @@ SHAPES = [
     dict(num_key_value_heads=4, n_shared_experts=2, first_k_dense_replace=2),
     dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}),
 ]
+
+FUSED = [dict(head_dim=64), dict(head_dim=64, use_qk_norm=False, attention_bias=False)]  # sizes the kernels take
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", FUSED)
+def test_compiled_bits_are_transformers(tmp_path: Path, shape: dict, dtype: torch.dtype) -> None:
+    """The same for the compiled forward, which must be the one that is taken."""
+    if native.library() is None:
+        pytest.skip(f"no compiled kernels here: {native.unavailable_because()}")
+    loaded = loaded_stock(glm4_moe(tmp_path / "m", seed=3, **shape), dtype)
+    params = dict(max_tokens=10, logprobs=2, prompt_logprobs=1, ignore_eos=True, **GREEDY)
+    with Running(loaded, max_batch_tokens=32) as engine:
+        assert isinstance(engine.runner.packed, NativeForward)
+        fast = generate(engine, prompts_of([5, 40, 17, 90]), **params)
+        engine.runner.packed = None
+        slow = generate(engine, prompts_of([5, 40, 17, 90]), **params)
+    for a, b in zip(fast, slow, strict=True):
+        assert a.tokens == b.tokens and a.prompt_logprobs == b.prompt_logprobs
 
 
 @pytest.mark.parametrize("shape", SHAPES)
