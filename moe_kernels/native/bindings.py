@@ -58,18 +58,13 @@ class Library:
     def __init__(self, path: Path, sum_lanes: int = SUM_LANES[0]) -> None:
         self.path = path
         self._width = sum_lanes
-        # Attention takes long enough to let other Python threads run; for the rest giving the lock back costs more.
+        # Attention takes long enough to let other Python threads run; the rest keeps the lock for microseconds.
         free, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        self._functions = {}
+        self._call = {}
         for name, types in _SIGNATURES.items():
             function = getattr(free if name == "paged_attention" else held, name)
             function.argtypes, function.restype = types, None
-            self._functions[name] = function
-        self._attention, self._norm = self._functions["paged_attention"], self._functions["add_rms_norm"]
-        self._prepare, self._choose = self._functions["qk_norm_rope_store"], self._functions["choose"]
-        self._negate, self._swiglu = self._functions["negated_gate"], self._functions["swiglu"]
-        self._combine = self._functions["combine"]
-        self._quantise, self._dequantise = self._functions["quantise_fp8"], self._functions["dequantise_fp8"]
+            self._call[name] = function
 
     def paged_attention(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, blocks: Tensor, starts: Tensor,
                         lengths: Tensor, longest: int, block: int, kv_heads: int, scaling: float) -> Tensor:
@@ -82,10 +77,10 @@ class Library:
         dim = k_pool.shape[-1] // kv_heads
         out = torch.empty_like(q)
         scores = torch.empty(threads, HEADS_AT_ONCE * -(-max(longest, 1) // LANES) * LANES)
-        self._attention(
+        self._call["paged_attention"](
             _address(q), _address(k_pool), _address(v_pool), out.data_ptr(), _address(blocks), _address(starts),
-            _address(lengths), scores.data_ptr(), scores.shape[1], q.shape[0], kv_heads,
-            q.shape[-1] // dim // kv_heads, dim, block, scaling, q.dtype == torch.bfloat16, threads)
+            _address(lengths), scores.data_ptr(), scores.shape[1], q.shape[0], kv_heads, q.shape[-1] // dim // kv_heads,
+            dim, block, scaling, q.dtype == torch.bfloat16, threads)
         return out
 
     def add_rms_norm(self, x: Tensor, weight: Tensor, eps: float, delta: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -96,8 +91,9 @@ class Library:
         out = torch.empty_like(x)
         total = x if delta is None else torch.empty_like(x)
         columns = x.shape[-1]
-        self._norm(_address(x), _address(delta), _address(weight), total.data_ptr(), out.data_ptr(),
-                   x.numel() // columns, columns, eps, self._width, x.dtype == torch.bfloat16, torch.get_num_threads())
+        self._call["add_rms_norm"](
+            _address(x), _address(delta), _address(weight), total.data_ptr(), out.data_ptr(), x.numel() // columns,
+            columns, eps, self._width, x.dtype == torch.bfloat16, torch.get_num_threads())
         return total, out
 
     def qk_norm_rope_store(self, qkv: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
@@ -109,9 +105,10 @@ class Library:
         """
         rows, dim = qkv.shape[0], k_pool.shape[-1] // kv_heads
         q = qkv.new_empty(rows, heads * dim)
-        self._prepare(_address(qkv), _address(weight), _address(cos), _address(sin), _address(slots), q.data_ptr(),
-                      _address(k_pool), _address(v_pool), rows, slots.shape[0], heads, kv_heads, dim, cos.shape[-1],
-                      eps, self._width, qkv.dtype == torch.bfloat16, torch.get_num_threads())
+        self._call["qk_norm_rope_store"](
+            _address(qkv), _address(weight), _address(cos), _address(sin), _address(slots), q.data_ptr(),
+            _address(k_pool), _address(v_pool), rows, slots.shape[0], heads, kv_heads, dim, cos.shape[-1], eps,
+            self._width, qkv.dtype == torch.bfloat16, torch.get_num_threads())
         return q
 
     def swiglu(self, gate_up: Tensor, place: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -125,9 +122,10 @@ class Library:
             out = gate_up.new_empty(*gate_up.shape[:-1], inter)
         bf16, threads = gate_up.dtype == torch.bfloat16, torch.get_num_threads()
         e = torch.empty(rows, inter)
-        self._negate(_address(gate_up), _address(place), e.data_ptr(), rows, inter, bf16, threads)
+        self._call["negated_gate"](_address(gate_up), _address(place), e.data_ptr(), rows, inter, bf16, threads)
         e.exp_()
-        self._swiglu(gate_up.data_ptr(), _address(place), e.data_ptr(), _address(out), rows, inter, bf16, threads)
+        self._call["swiglu"](
+            gate_up.data_ptr(), _address(place), e.data_ptr(), _address(out), rows, inter, bf16, threads)
         return out
 
     def combine(self, rows: Tensor, place: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,8 +133,9 @@ class Library:
         tokens, slots = place.shape
         columns = rows.shape[-1]
         out = torch.empty(tokens, columns, dtype=dtype)
-        self._combine(_address(rows), _address(place), _address(weights), out.data_ptr(), tokens, slots, columns,
-                      rows.dtype == torch.bfloat16, dtype == torch.bfloat16, torch.get_num_threads())
+        self._call["combine"](
+            _address(rows), _address(place), _address(weights), out.data_ptr(), tokens, slots, columns,
+            rows.dtype == torch.bfloat16, dtype == torch.bfloat16, torch.get_num_threads())
         return out
 
     def choose(self, scores: Tensor, bias: Tensor | None, top_k: int, normalise: bool, eps: float,
@@ -144,22 +143,25 @@ class Library:
         """Ids int64 [T, top_k] of the largest scores [T, E] + bias [E], FP32, and their weights; see routing.route."""
         tokens, experts = scores.shape
         ids, weights = torch.empty(tokens, top_k, dtype=torch.int64), torch.empty(tokens, top_k)
-        self._choose(_address(scores), _address(bias), ids.data_ptr(), weights.data_ptr(), tokens, experts, top_k,
-                     normalise, eps, factor, self._width, torch.get_num_threads())
+        self._call["choose"](
+            _address(scores), _address(bias), ids.data_ptr(), weights.data_ptr(), tokens, experts, top_k, normalise,
+            eps, factor, self._width, torch.get_num_threads())
         return ids, weights
 
     def quantise_fp8(self, x: Tensor, q: Tensor, scale: Tensor, group: int, eps: float) -> None:
         """x [M, K] to q E4M3 [M, K] and FP32 scales [M, K / group] of any strides; see quant.fp8."""
         rows, columns = x.shape
-        self._quantise(_address(x), _address(q), scale.data_ptr(), *scale.stride(), rows, columns, group, eps,
-                       x.dtype == torch.bfloat16, torch.get_num_threads())
+        self._call["quantise_fp8"](
+            _address(x), _address(q), scale.data_ptr(), *scale.stride(), rows, columns, group, eps,
+            x.dtype == torch.bfloat16, torch.get_num_threads())
 
     def dequantise_fp8(self, q: Tensor, scale: Tensor, group: int) -> Tensor:
         """FP32 [M, K] of q E4M3 [M, K] and FP32 scales [M, K / group] of any strides."""
         rows, columns = q.shape
         out = torch.empty(rows, columns)
-        self._dequantise(_address(q), scale.data_ptr(), out.data_ptr(), *scale.stride(), rows, columns, group,
-                         torch.get_num_threads())
+        self._call["dequantise_fp8"](
+            _address(q), scale.data_ptr(), out.data_ptr(), *scale.stride(), rows, columns, group,
+            torch.get_num_threads())
         return out
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe_kernels.batch_invariant import silu
 from moe_kernels.native.bindings import DTYPES, Library
+from moe_kernels.ops.reference import rms_norm
 
 ATTENTION_BOUND = {torch.bfloat16: 2.0**-6, torch.float32: 1e-5}  # of values of order 1
 
@@ -27,15 +28,8 @@ def differing(library: Library) -> list[str]:
     return wrong
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """transformers' RMSNorm, step by step."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [T, heads, dim] on the first cos.shape[-1] dimensions, as transformers computes it."""
+    """Rotary embedding of x [T, heads, dim] on the first cos.shape[-1] dimensions, whose halves may differ."""
     turning = cos.shape[-1]
     half = turning // 2
     first, rest = x[..., :turning], x[..., turning:]

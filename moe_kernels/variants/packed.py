@@ -112,9 +112,12 @@ class Packed:
     def plan(self, ids: Tensor) -> Dispatch:
         """The (token, slot) pairs of ids [T, k] in token order; their places among all T x E results."""
         tokens, k = ids.shape
-        place = (ids + self._starts[:tokens]).flatten()
+        place = self._place(ids)
         row = torch.arange(tokens * k)
         return Dispatch(row // k, ids.flatten(), row.view(tokens, k), [], place)
+
+    def _place(self, ids: Tensor) -> Tensor:
+        return (ids + self._starts[: ids.shape[0]]).flatten()
 
     def gate_up(self, tokens: Tensor, place: Tensor) -> Tensor:
         """[R, 2I] of tokens [T, H]."""
@@ -136,7 +139,7 @@ class Packed:
     def experts_of(self, hidden: Tensor, routing: Routing, native: Library) -> Tensor:
         """[T, H] in and out: gate_up, SwiGLU, down and the weighted sum, with the same bits and no gathering."""
         tokens, k = routing.ids.shape
-        place = (routing.ids + self._starts[:tokens]).flatten()
+        place = self._place(routing.ids)
         gate_up = _linear(pad_rows(hidden), self._w13).view(-1, 2 * self.inter)
         spread = native.swiglu(gate_up, place, hidden.new_zeros(gate_up.shape[0], self.inter))
         return native.combine(self._all_down(spread), place.view(tokens, k), routing.weights, hidden.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,19 @@ SHAPES = [
 FUSED = [dict(head_dim=64), dict(head_dim=64, use_qk_norm=False, attention_bias=False)]  # sizes the kernels take
 
 
+def same_as_stock(loaded: Any, kind: type) -> None:
+    """The engine takes a forward of that kind; with it and with transformers' own, every number is equal."""
+    prompts = prompts_of([5, 40, 17, 90])
+    params = dict(max_tokens=10, logprobs=2, prompt_logprobs=1, ignore_eos=True, **GREEDY)
+    with Running(loaded, max_batch_tokens=32) as engine:
+        assert isinstance(engine.runner.packed, kind), "the packed forward was refused on start"
+        fast = generate(engine, prompts, **params)
+        engine.runner.packed = None
+        slow = generate(engine, prompts, **params)
+    for a, b in zip(fast, slow, strict=True):
+        assert a.tokens == b.tokens and a.prompt_logprobs == b.prompt_logprobs
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", FUSED)
 def test_compiled_bits_are_transformers(tmp_path: Path, shape: dict, dtype: torch.dtype) -> None:
@@ -30,29 +44,14 @@ def test_compiled_bits_are_transformers(tmp_path: Path, shape: dict, dtype: torc
     if native.library() is None:
         pytest.skip(f"no compiled kernels here: {native.unavailable_because()}")
     loaded = loaded_stock(glm4_moe(tmp_path / "m", seed=3, **shape), dtype)
-    params = dict(max_tokens=10, logprobs=2, prompt_logprobs=1, ignore_eos=True, **GREEDY)
-    with Running(loaded, max_batch_tokens=32) as engine:
-        assert isinstance(engine.runner.packed, NativeForward)
-        fast = generate(engine, prompts_of([5, 40, 17, 90]), **params)
-        engine.runner.packed = None
-        slow = generate(engine, prompts_of([5, 40, 17, 90]), **params)
-    for a, b in zip(fast, slow, strict=True):
-        assert a.tokens == b.tokens and a.prompt_logprobs == b.prompt_logprobs
+    same_as_stock(loaded, NativeForward)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bits_are_transformers(tmp_path: Path, shape: dict) -> None:
     """Prompts in chunks and decoding steps, BF16: tokens and log-probabilities equal with and without."""
     loaded = loaded_stock(glm4_moe(tmp_path / "m", seed=3, **shape), torch.bfloat16)
-    prompts = prompts_of([5, 40, 17, 90])
-    params = dict(max_tokens=10, logprobs=2, prompt_logprobs=1, ignore_eos=True, **GREEDY)
-    with Running(loaded, max_batch_tokens=32) as engine:
-        assert engine.runner.packed is not None, "the packed forward was refused on start"
-        fast = generate(engine, prompts, **params)
-        engine.runner.packed = None
-        slow = generate(engine, prompts, **params)
-    for a, b in zip(fast, slow, strict=True):
-        assert a.tokens == b.tokens and a.prompt_logprobs == b.prompt_logprobs
+    same_as_stock(loaded, forward.PackedForward)
 
 
 def test_weights_are_shared(tiny_checkpoint: Path) -> None:

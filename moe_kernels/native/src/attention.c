@@ -6,7 +6,7 @@
 
 #define HEADS 4  // query heads that share one pass over the keys
 
-// e^x for x <= 0, to about 1e-7 relative; 0 below -87.
+// e^x for x <= 0 by Cephes' expf polynomial; 0 below -87.
 INLINE lanes exp_lanes(lanes x) {
     ilanes low = x < -87.0f;
     lanes n = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the integer part falls into the low bits
@@ -22,7 +22,7 @@ INLINE lanes exp_lanes(lanes x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
     p *= (lanes)power;  // not an integer addition: NaN stays NaN
-    return (lanes)((ilanes)p & ~low);
+    return pick(low, splat(0), p);
 }
 
 #ifdef __clang__
@@ -73,7 +73,7 @@ INLINE void attend(const void *q, const void *k, const void *v, void *out, const
         ilanes visible = lane < length - first;
         for (int h = 0; h < count; h++) {
             lanes s = sums_of(products[h]);
-            s = (lanes)(((ilanes)s & visible) | ((ilanes)splat(-INFINITY) & ~visible));
+            s = pick(visible, s, splat(-INFINITY));
             most[h] = larger(s, most[h]);
             store_f32(scores + h * width + first, s);
         }

@@ -25,12 +25,10 @@ INLINE lanes e4m3_value(ulanes q) {
     return (lanes)(((((ulanes)value & ~is_nan) | (is_nan & 0x7fc00000))) | sign);
 }
 
-INLINE lanes choose_lanes(ilanes take, lanes yes, lanes no) { return (lanes)(((ilanes)yes & take) | ((ilanes)no & ~take)); }
-
 // To +-448; NaN stays.
 INLINE lanes clamped(lanes v) {
-    v = choose_lanes(v > E4M3_MAX, splat(E4M3_MAX), v);
-    return choose_lanes(v < -E4M3_MAX, splat(-E4M3_MAX), v);
+    v = pick(v > E4M3_MAX, splat(E4M3_MAX), v);
+    return pick(v < -E4M3_MAX, splat(-E4M3_MAX), v);
 }
 
 typedef uint8_t blanes __attribute__((vector_size(16)));

@@ -13,20 +13,7 @@ typedef int32_t ilanes __attribute__((vector_size(64)));
 typedef uint32_t ulanes __attribute__((vector_size(64)));
 typedef uint16_t hlanes __attribute__((vector_size(32)));
 
-INLINE float bf16_value(uint16_t h) {
-    uint32_t u = (uint32_t)h << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-
 // Half to even; NaN becomes 0x7fc0, as c10::BFloat16 does it.
-INLINE uint16_t bf16_bits(float f) {
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    return f != f ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-}
-
 INLINE hlanes bf16_bits_of(lanes f) {
     ulanes u = (ulanes)f;
     ulanes rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
@@ -69,10 +56,10 @@ INLINE lanes kept(lanes v, int bf16) { return bf16 ? rounded_bf16(v) : v; }
 
 INLINE lanes splat(float f) { return (lanes){} + f; }
 
-INLINE lanes larger(lanes a, lanes b) {
-    ilanes take = a > b;
-    return (lanes)(((ilanes)a & take) | ((ilanes)b & ~take));
-}
+// `yes` where the mask `take` is set, `no` elsewhere.
+INLINE lanes pick(ilanes take, lanes yes, lanes no) { return (lanes)(((ilanes)yes & take) | ((ilanes)no & ~take)); }
+
+INLINE lanes larger(lanes a, lanes b) { return pick(a > b, a, b); }
 
 INLINE float lane_max(lanes v) {
     float m = v[0];

@@ -4,10 +4,6 @@
 // (its library's last bit cannot be had otherwise) and come in as arguments.
 #include "lanes.h"
 
-INLINE float element(const void *p, int64_t at, int bf16) {
-    return bf16 ? bf16_value(((const uint16_t *)p)[at]) : ((const float *)p)[at];
-}
-
 // ---- sums in the order of torch's sum over a contiguous last dimension (ATen/native/cpu/SumKernel.cpp) ------------
 // Four interleaved sums of `width` lanes each; runs of 16 or more are added up in levels.
 
@@ -52,10 +48,10 @@ INLINE float sum_as_torch(const float *x, int n, int width) {
     return total;
 }
 
-// `width`: FP32 lanes of the vectors torch uses on this machine.
+// `width`: FP32 lanes of the vectors torch sums with on this machine, 8 or 4.
 static float sum_row(const float *x, int n, int width) {
     if (n < width) return sum_as_torch(x, n, 1);
-    return width == 16 ? sum_as_torch(x, n, 16) : width == 8 ? sum_as_torch(x, n, 8) : sum_as_torch(x, n, 4);
+    return width == 8 ? sum_as_torch(x, n, 8) : sum_as_torch(x, n, 4);
 }
 
 // ---- norms --------------------------------------------------------------------------------------------------------
