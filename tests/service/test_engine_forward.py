@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_kernels import native
+from moe_kernels import hf, native
 from service.engine import forward
 from service.engine.native_forward import NativeForward
 from tests.service.engine_tools import GREEDY, Running, generate, loaded_stock, prompts_of
@@ -43,7 +43,8 @@ def test_compiled_bits_are_transformers(tmp_path: Path, shape: dict, dtype: torc
     """The same for the compiled forward, which must be the one that is taken."""
     if native.library() is None:
         pytest.skip(f"no compiled kernels here: {native.unavailable_because()}")
-    loaded = loaded_stock(glm4_moe(tmp_path / "m", seed=3, **shape), dtype)
+    # Not the stock MoE block: in FP32 its bits follow the batch, and which requests meet in one is a matter of time.
+    loaded = hf.load_model(glm4_moe(tmp_path / "m", seed=3, **shape), "bf16/reference", dtype=dtype)
     same_as_stock(loaded, NativeForward)
 
 
